@@ -1,0 +1,135 @@
+"""One stable, typed MLA decode call over every FlashInfer release, DCP included.
+
+Importing this package imports neither torch nor flashinfer: each name is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .abi import FlashInferABI, Parameter
+    from .dcp import DCP, FlatRows, causal_bounds, flatten_query_rows, local_seq_lens
+    from .debug import debug_checks
+    from .decode import decode_mla, prepare_decode_mla
+    from .errors import (
+        FlashInferCompatError,
+        FlashInferImportError,
+        FlashInferNotFoundError,
+        FlashInferSignatureError,
+        FlashInferVersionError,
+        InvalidInputError,
+        NotPreparedError,
+        Reason,
+        UnsupportedConfigError,
+    )
+    from .features import Features
+    from .guards import check
+    from .lse import MLAState, merge_dcp_states
+    from .prepared import MLADecoder
+    from .probing import probe
+    from .releases import recorded
+    from .scales import BmmScales, bmm_scales
+    from .sizes import counter_bytes, min_workspace_bytes
+    from .startup import (
+        Capabilities,
+        capabilities,
+        supports_combination,
+        validate_dcp_config,
+    )
+
+    __version__: str
+
+__all__ = [
+    "DCP",
+    "BmmScales",
+    "Capabilities",
+    "Features",
+    "FlashInferABI",
+    "FlashInferCompatError",
+    "FlashInferImportError",
+    "FlashInferNotFoundError",
+    "FlashInferSignatureError",
+    "FlashInferVersionError",
+    "FlatRows",
+    "InvalidInputError",
+    "MLADecoder",
+    "MLAState",
+    "NotPreparedError",
+    "Parameter",
+    "Reason",
+    "UnsupportedConfigError",
+    "__version__",
+    "bmm_scales",
+    "capabilities",
+    "causal_bounds",
+    "check",
+    "counter_bytes",
+    "debug_checks",
+    "decode_mla",
+    "flatten_query_rows",
+    "local_seq_lens",
+    "merge_dcp_states",
+    "min_workspace_bytes",
+    "prepare_decode_mla",
+    "probe",
+    "recorded",
+    "supports_combination",
+    "validate_dcp_config",
+]
+
+_HOME = {
+    "BmmScales": "scales",
+    "Capabilities": "startup",
+    "DCP": "dcp",
+    "Features": "features",
+    "FlashInferABI": "abi",
+    "FlashInferCompatError": "errors",
+    "FlashInferImportError": "errors",
+    "FlashInferNotFoundError": "errors",
+    "FlashInferSignatureError": "errors",
+    "FlashInferVersionError": "errors",
+    "FlatRows": "dcp",
+    "InvalidInputError": "errors",
+    "MLADecoder": "prepared",
+    "MLAState": "lse",
+    "NotPreparedError": "errors",
+    "Parameter": "abi",
+    "Reason": "errors",
+    "UnsupportedConfigError": "errors",
+    "bmm_scales": "scales",
+    "capabilities": "startup",
+    "causal_bounds": "dcp",
+    "check": "guards",
+    "counter_bytes": "sizes",
+    "debug_checks": "debug",
+    "decode_mla": "decode",
+    "flatten_query_rows": "dcp",
+    "local_seq_lens": "dcp",
+    "merge_dcp_states": "lse",
+    "min_workspace_bytes": "sizes",
+    "prepare_decode_mla": "decode",
+    "probe": "probing",
+    "recorded": "releases",
+    "supports_combination": "startup",
+    "validate_dcp_config": "startup",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("fi-dcp-compat")
+    elif name in _HOME:
+        from importlib import import_module
+
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

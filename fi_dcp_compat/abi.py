@@ -1,0 +1,192 @@
+"""What one FlashInfer's MLA decode function is: its version, parameters and features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+from .errors import FlashInferSignatureError, FlashInferVersionError, Reason, raise_first
+from .features import FEATURES, FIRST_RELEASE, ROWS, Feature, Features
+
+__all__ = ["DISTRIBUTION", "FUNCTION", "FlashInferABI", "Parameter", "missing_feature"]
+
+DISTRIBUTION = "flashinfer-python"
+FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
+ASSUME_VERSION = "FI_DCP_COMPAT_ASSUME_VERSION"
+
+
+class Parameter(NamedTuple):
+    """One parameter of the function.
+
+    Attributes
+    ----------
+    name : str
+    default : str or None
+        The default as source text; None if it is required.
+    kind : str
+        As `inspect` names it, for example ``POSITIONAL_OR_KEYWORD``.
+    """
+
+    name: str
+    default: str | None
+    kind: str = "POSITIONAL_OR_KEYWORD"
+
+    @property
+    def required(self) -> bool:
+        """Whether a call must give it."""
+        return self.default is None and not self.kind.startswith("VAR_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashInferABI:
+    """One FlashInfer's MLA decode function, as a probe or a record describes it.
+
+    Attributes
+    ----------
+    version : str
+        As reported, or as ``FI_DCP_COMPAT_ASSUME_VERSION`` says; ``"unknown"`` if none is.
+    parameters : tuple of Parameter
+        In order; empty if the signature cannot be read.
+    entry_point : str
+        ``module:function`` where it is defined.
+    source : {"live", "static", "recorded"}
+        Imported and inspected, read from the installed file, or recorded from a wheel.
+    companions : tuple of (str, str)
+        Installed companion wheels (flashinfer-cubin, flashinfer-jit-cache) and their versions.
+    unreadable : str
+        Why the signature cannot be read; empty if it can.
+    """
+
+    version: str
+    parameters: tuple[Parameter, ...]
+    entry_point: str = ""
+    source: Literal["live", "static", "recorded"] = "recorded"
+    companions: tuple[tuple[str, str], ...] = ()
+    unreadable: str = ""
+
+    @property
+    def release(self) -> Version | None:
+        """The version, parsed; None if it is unknown or cannot be read."""
+        return _parse(self.version)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the version is known and neither a pre-release nor a dev build."""
+        return self.release is not None and not self.release.is_prerelease
+
+    @property
+    def features(self) -> Features:
+        """What it can do."""
+        return _features(self)
+
+    def lacks(self, *keywords: str) -> tuple[str, ...]:
+        """Return those of `keywords` that the function has no parameter for."""
+        names = {parameter.name for parameter in self.parameters}
+        return tuple(keyword for keyword in keywords if keyword not in names)
+
+    def describe(self) -> str:
+        """Name it as messages do."""
+        if self.release is None:
+            return f"{DISTRIBUTION} of unknown version ({self.version})"
+        if not self.is_final:
+            return f"{DISTRIBUTION} {self.version} (a pre-release, judged by its signature)"
+        return f"{DISTRIBUTION} {self.version}"
+
+    def require_native_dcp(self) -> None:
+        """Return if it can do native DCP.
+
+        Raises
+        ------
+        FlashInferVersionError
+            The release is older than 0.6.17, or unknown and without the keywords.
+        FlashInferSignatureError
+            The release is new enough but a keyword is missing.
+        """
+        reason = missing_feature(
+            self, "native_dcp", asked="decode_mla(dcp=...)", instead="call with dcp=None"
+        )
+        raise_first((reason,) if reason else ())
+
+
+@lru_cache(maxsize=64)
+def _parse(version: str) -> Version | None:
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return None
+    # A source build without its generated metadata reports 0.0.0+unknown.
+    return parsed if parsed.release[:3] != (0, 0, 0) else None
+
+
+@lru_cache(maxsize=64)
+def _features(abi: FlashInferABI) -> Features:
+    return Features(**{row.name: _present(abi, row) for row in FEATURES})
+
+
+def _present(abi: FlashInferABI, row: Feature) -> bool:
+    if abi.lacks(*row.keywords):
+        return False
+    release, since = abi.release, Version(row.since)
+    if release is not None and (abi.is_final or release >= since):
+        # A backport may carry the keywords; only the release is known to do what they say.
+        return release >= since
+    # No final version to go by: PEP 440 sorts 0.6.17rc1 below 0.6.17, which has the feature.
+    return bool(row.keywords) or any(
+        Version(FIRST_RELEASE[parameter.name]) >= since
+        for parameter in abi.parameters
+        if parameter.name in FIRST_RELEASE
+    )
+
+
+def upgrade_command(abi: FlashInferABI | None, since: str) -> str:
+    """Return the pip command that brings release `since` or newer, companions named too."""
+    command = f'pip install -U "{DISTRIBUTION}>={since}"'
+    names = [name for name, _ in abi.companions] if abi is not None else []
+    return f"{command} (and {', '.join(names)} of the same version)" if names else command
+
+
+def missing_feature(
+    abi: FlashInferABI, name: str, *, asked: str, instead: str = ""
+) -> Reason | None:
+    """Return why `abi` lacks the feature `name`, or None if it has it.
+
+    Parameters
+    ----------
+    asked : str
+        What was asked for, as the summary names it.
+    instead : str
+        What to do on this release; it follows the upgrade command.
+    """
+    row = ROWS[name]
+    if _present(abi, row):
+        return None
+    gone = abi.lacks(*row.keywords)
+    fix = upgrade_command(abi, row.since)
+    found = abi.describe()
+    if abi.unreadable:
+        found += f", whose signature cannot be read ({abi.unreadable})"
+    elif gone:
+        found += f", whose function lacks {', '.join(gone)}"
+    elif abi.is_final and row.keywords:
+        found += f", which carries {', '.join(row.keywords)} but is older"
+        fix += f", or set {ASSUME_VERSION} to the release whose behaviour was ported"
+    elif not abi.is_final:
+        found += ", whose signature does not show it"
+        fix += f", or set {ASSUME_VERSION} to the release it stands for"
+    kind: type[FlashInferVersionError] | type[FlashInferSignatureError] = FlashInferVersionError
+    needed = f"{row.since} or newer ({row.evidence})"
+    if abi.is_final and gone and abi.release is not None and abi.release >= Version(row.since):
+        kind = FlashInferSignatureError
+        needed = f"a function with {', '.join(row.keywords)}, as {row.since} and newer have"
+        fix = f'pip install --force-reinstall "{DISTRIBUTION}>={row.since}"'
+    return Reason(
+        error=kind,
+        argument="dcp" if name.endswith("dcp") else row.keywords[0] if row.keywords else name,
+        summary=f"{asked} needs FlashInfer's {row.what}.",
+        found=found + ".",
+        needed=needed + ".",
+        fix=f"{fix}, or {instead}." if instead else f"{fix}.",
+    )

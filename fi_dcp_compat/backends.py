@@ -1,0 +1,292 @@
+"""What each backend can run, release by release: one function of rules a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .abi import FlashInferABI, missing_feature
+from .errors import Reason, UnsupportedConfigError
+
+__all__ = ["BACKENDS", "RULES", "Config", "arch_reason", "refused"]
+
+BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
+# 1 divides 128 too, but the kernels' can_implement leaves it out (0.7.4 fp16:4062).
+CUTE_DSL_PAGE_SIZES = (2, 4, 8, 16, 32, 64, 128)
+TRTLLM_GEN_PAGE_SIZES = (32, 64)
+XQA_PAGE_SIZES = (16, 32, 64, 128)
+CUTE_DSL_MAX_HEADS = 128
+XQA_HEADS = 128
+# Rows of (query token, head) in one tile of the cute-dsl kernel, and CUDA's limit on tiles.
+CUTE_DSL_TILE_ROWS = 128
+GRID_Y_MAX = 65535
+
+
+class Config(NamedTuple):
+    """A call's configuration, without its tensors; dtypes by name, so torch is not needed."""
+
+    num_heads: int
+    q_len: int
+    page_size: int
+    dtype: str
+    kv_dtype: str
+    dcp_world_size: int = 1
+    interleave_size: int = 1
+    causal: bool = True
+    backend: str = "auto"
+    varlen: bool = False
+    return_lse: bool = False
+    sinks: bool = False
+    skip_softmax: bool = False
+    tensor_scales: bool = False
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    compute_capability: tuple[int, int] | None = None
+    block_table_width: int | None = None
+    batch: int | None = None
+
+    def flattened(self) -> Config:
+        """Return what the kernel runs: a non-causal block is a batch of one-token rows."""
+        if self.causal:
+            return self
+        rows = None if self.batch is None else self.batch * self.q_len
+        return self._replace(q_len=1, varlen=False, batch=rows)
+
+
+def refused(argument: str, summary: str, found: str, needed: str, fix: str) -> Reason:
+    """Build the reason for a configuration that no upgrade makes possible."""
+    return Reason(UnsupportedConfigError, argument, summary, found, needed, fix)
+
+
+def arch_reason(backend: str, capability: tuple[int, int], needed: str) -> Reason:
+    """Build the reason for a GPU that the backend has no kernel for."""
+    return refused(
+        "compute_capability",
+        f"backend={backend!r} has no kernel for compute capability "
+        f"{capability[0]}.{capability[1]}.",
+        f"compute capability {capability[0]}.{capability[1]}.",
+        f"{needed}.",
+        "run on such a GPU, or pass backend='reference' in tests.",
+    )
+
+
+def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    backend = "cute-dsl"
+    yield from _arch_rule(abi, config, backend, "cute_dsl_sm107")
+    yield from _dtype_rule(config, backend, ("bfloat16", "float16", "float8_e4m3fn"))
+    yield from _dims_rule(config, backend, ((512, 64),))
+    yield from _page_rule(config, backend, CUTE_DSL_PAGE_SIZES)
+    if config.num_heads > CUTE_DSL_MAX_HEADS:
+        yield refused(
+            "num_heads",
+            f"backend='cute-dsl' cannot run {config.num_heads} query heads.",
+            f"num_heads={config.num_heads}.",
+            f"1 to {CUTE_DSL_MAX_HEADS}.",
+            "split the heads over more ranks or calls.",
+        )
+    if config.q_len > 1 or config.varlen:
+        yield from _feature(abi, "cute_dsl_causal", "backend='cute-dsl' with several query tokens")
+    if config.q_len > 4:
+        yield from _feature(abi, "cute_dsl_long_q", f"backend='cute-dsl' with q_len={config.q_len}")
+    if config.varlen:
+        yield from _feature(
+            abi, "cute_dsl_compact_queries", "backend='cute-dsl' with cum_seq_lens_q"
+        )
+    if config.return_lse or config.dcp_world_size > 1:
+        yield from _feature(abi, "cute_dsl_lse", "backend='cute-dsl' with return_lse=True")
+    if config.sinks and (config.q_len > 1 or config.varlen):
+        yield refused(
+            "sinks",
+            "backend='cute-dsl' cannot mask several query tokens with sinks.",
+            f"sinks with q_len={config.q_len}.",
+            "one query token: sinks go to the modular kernel, which has no causal mask "
+            "(0.7.4 _cute_dsl_common.py:412).",
+            "pass backend='trtllm-gen', or one token a request.",
+        )
+    if config.sinks and config.return_lse:
+        yield refused(
+            "sinks",
+            "backend='cute-dsl' returns no LSE with sinks.",
+            "sinks with return_lse=True.",
+            "one of the two: sinks go to the modular kernel, which has no LSE.",
+            "pass backend='trtllm-gen', or leave sinks out.",
+        )
+    yield from _argument_rule(config.skip_softmax, "skip_softmax_threshold_scale_factor", backend)
+    yield from _argument_rule(config.tensor_scales, "bmm1_scale", backend, "tensor scales")
+    yield from _width_rule(config, backend)
+    tiles = -(-config.q_len * config.num_heads // CUTE_DSL_TILE_ROWS)
+    if config.batch is not None and config.batch * tiles > GRID_Y_MAX:
+        yield refused(
+            "query",
+            "backend='cute-dsl' cannot launch a batch this large.",
+            f"{config.batch} requests of {tiles} query tiles, {config.batch * tiles} in all.",
+            f"at most {GRID_Y_MAX} (CUDA's grid.y).",
+            "split the batch.",
+        )
+
+
+def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    backend = "trtllm-gen"
+    yield from _arch_rule(abi, config, backend, "trtllm_sm107")
+    yield from _dtype_rule(config, backend, ("bfloat16", "float8_e4m3fn"))
+    yield from _dims_rule(config, backend, ((512, 64), (256, 64)))
+    yield from _page_rule(config, backend, TRTLLM_GEN_PAGE_SIZES)
+    padded = abi.features.trtllm_padded_heads
+    if not _tiles_heads(config.num_heads, padded):
+        yield refused(
+            "num_heads",
+            f"backend='trtllm-gen' cannot tile {config.num_heads} query heads.",
+            f"num_heads={config.num_heads} on {abi.describe()}.",
+            "1 to 64, or a multiple of 64." if padded else "1 to 16, 32, 48, or a multiple of 64.",
+            "pass backend='cute-dsl' (1 to 128 heads) or 'auto'.",
+        )
+    if config.varlen:
+        yield from _feature(abi, "compact_queries", "decode_mla(cum_seq_lens_q=...)")
+        if config.return_lse:
+            yield refused(
+                "return_lse",
+                "backend='trtllm-gen' returns no LSE for variable-length queries.",
+                "return_lse=True with cum_seq_lens_q.",
+                "one of the two.",
+                "pass backend='cute-dsl' or 'auto', or pad to a uniform query.",
+            )
+    if not abi.features.native_table_width:
+        yield from _width_rule(config, backend)
+
+
+def _tiles_heads(num_heads: int, padded: bool) -> bool:
+    # C++ asks num_heads % min(num_heads, tile) == 0 with tile 8, 16 or 64 (kernels.cuh); since
+    # 0.6.16 up to 64 heads are padded to a tile (#4178).
+    if num_heads > 64:
+        return num_heads % 64 == 0
+    return padded or num_heads <= 16 or num_heads % 16 == 0
+
+
+def _xqa(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    backend = "xqa"
+    if config.compute_capability is not None and config.compute_capability[0] != 12:
+        yield arch_reason(backend, config.compute_capability, "12.0 or 12.1")
+    yield from _dtype_rule(config, backend, ("bfloat16", "float8_e4m3fn"))
+    yield from _dims_rule(config, backend, ((512, 64),))
+    yield from _page_rule(config, backend, XQA_PAGE_SIZES)
+    yield from _width_rule(config, backend)
+    if config.num_heads != XQA_HEADS:
+        yield refused(
+            "num_heads",
+            f"backend='xqa' cannot run {config.num_heads} query heads.",
+            f"num_heads={config.num_heads}.",
+            f"{XQA_HEADS}.",
+            f"gather the heads to {XQA_HEADS}, or use a GPU with another backend.",
+        )
+    if config.q_len > 1:
+        yield refused(
+            "q_len",
+            "backend='xqa' takes one query token a request.",
+            f"q_len={config.q_len}.",
+            "q_len=1.",
+            "decode the tokens one at a time.",
+        )
+    for given, argument, what in (
+        (config.return_lse, "return_lse", None),
+        (config.sinks, "sinks", None),
+        (config.skip_softmax, "skip_softmax_threshold_scale_factor", None),
+        (config.varlen, "cum_seq_lens_q", None),
+        (config.tensor_scales, "bmm1_scale", "tensor scales"),
+    ):
+        yield from _argument_rule(given, argument, backend, what)
+
+
+def _reference(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    backend = "reference"
+    yield from _dtype_rule(config, backend, ("bfloat16", "float16", "float8_e4m3fn", "float32"))
+    yield from _argument_rule(config.skip_softmax, "skip_softmax_threshold_scale_factor", backend)
+
+
+RULES: dict[str, Callable[[FlashInferABI, Config], Iterator[Reason]]] = {
+    "cute-dsl": _cute_dsl,
+    "trtllm-gen": _trtllm_gen,
+    "xqa": _xqa,
+    "reference": _reference,
+}
+
+
+def _arch_rule(abi: FlashInferABI, config: Config, backend: str, rubin: str) -> Iterator[Reason]:
+    # FlashInfer's host lets 11.x and 12.x through to cute-dsl, whose 16-bit softmax has no branch
+    # for 11.0 and leaves the scores unread; trtllm-gen is not checked at all.
+    capability = config.compute_capability
+    if capability is None or capability in ((10, 0), (10, 3)):
+        return
+    if capability == (10, 7):
+        yield from _feature(abi, rubin, f"backend={backend!r} on compute capability 10.7")
+    else:
+        yield arch_reason(backend, capability, "10.0, 10.3 or 10.7")
+
+
+def _dtype_rule(config: Config, backend: str, allowed: tuple[str, ...]) -> Iterator[Reason]:
+    if config.dtype != config.kv_dtype or config.dtype not in allowed:
+        yield refused(
+            "dtype",
+            f"backend={backend!r} cannot take a {config.dtype} query on a {config.kv_dtype} cache.",
+            f"query {config.dtype}, kv_cache {config.kv_dtype}.",
+            f"both the same, one of {', '.join(allowed)}.",
+            "cast or quantise the query to the cache's dtype.",
+        )
+
+
+def _dims_rule(
+    config: Config, backend: str, allowed: tuple[tuple[int, int], ...]
+) -> Iterator[Reason]:
+    if (config.kv_lora_rank, config.qk_rope_head_dim) not in allowed:
+        sizes = ", ".join(f"({rank}, {rope})" for rank, rope in allowed)
+        yield refused(
+            "kv_lora_rank",
+            f"backend={backend!r} has no kernel for kv_lora_rank={config.kv_lora_rank}, "
+            f"qk_rope_head_dim={config.qk_rope_head_dim}.",
+            f"({config.kv_lora_rank}, {config.qk_rope_head_dim}).",
+            f"{sizes}.",
+            "pass backend='reference' for other sizes in tests.",
+        )
+
+
+def _page_rule(config: Config, backend: str, allowed: tuple[int, ...]) -> Iterator[Reason]:
+    if config.page_size not in allowed:
+        yield refused(
+            "page_size",
+            f"backend={backend!r} cannot read pages of {config.page_size} tokens.",
+            f"page_size={config.page_size}.",
+            f"one of {', '.join(map(str, allowed))}.",
+            "set the cache's block size to one of those.",
+        )
+
+
+def _width_rule(config: Config, backend: str) -> Iterator[Reason]:
+    width, step = config.block_table_width, max(1, 128 // config.page_size)
+    if width is not None and width % step:
+        after = -(-width // step) * step
+        yield refused(
+            "block_tables",
+            f"backend={backend!r} cannot take a block table {width} pages wide.",
+            f"width {width} with page_size={config.page_size}.",
+            f"a multiple of {step} (128 / page_size); the next is {after}.",
+            f"allocate the table {after} pages wide; the tail may hold anything.",
+        )
+
+
+def _feature(abi: FlashInferABI, name: str, asked: str) -> Iterator[Reason]:
+    reason = missing_feature(abi, name, asked=asked, instead="pass backend='trtllm-gen'")
+    if reason is not None:
+        yield reason
+
+
+def _argument_rule(
+    given: bool, argument: str, backend: str, what: str | None = None
+) -> Iterator[Reason]:
+    if given:
+        what = what or argument
+        yield refused(
+            argument,
+            f"backend={backend!r} does not take {what}.",
+            f"{what} given.",
+            f"no {what}.",
+            "leave it out, or pass backend='trtllm-gen' on a GPU that has it.",
+        )

@@ -1,0 +1,214 @@
+"""Who holds which token under decode context parallelism, and what each query row sees.
+
+Dimensions are those of `decode`: B requests, W ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidInputError, Reason, UnsupportedConfigError
+
+__all__ = [
+    "DCP",
+    "FlatRows",
+    "causal_bounds",
+    "flatten_query_rows",
+    "interleave_reason",
+    "local_seq_lens",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DCP:
+    """One rank's part of a decode-context-parallel call.
+
+    Rank ``r`` of ``W`` holds the global positions ``g`` with ``g % W == r``. Query token ``i`` of
+    ``q_len`` sees local key ``k`` when ``W * k + r < causal_seqlens_kv_global[b] - (q_len-1-i)``.
+
+    Parameters
+    ----------
+    world_size : int
+        Ranks in the DCP group (FlashInfer: cp_world). 1 is the path without DCP.
+    rank : int
+        This rank (FlashInfer: cp_rank).
+    causal_seqlens_kv_global : Tensor, [B], int32, contiguous, on the query's device
+        Global KV length of each request, the newest query token's key included. The call checks
+        it; the construction does not.
+    interleave_size : int
+        Consecutive tokens per rank (vLLM: cp_kv_cache_interleave_size).
+
+    Raises
+    ------
+    InvalidInputError
+        `world_size`, `rank` or `interleave_size` is not an int in its range.
+    UnsupportedConfigError
+        `interleave_size` is above 1 with more than one rank.
+    """
+
+    world_size: int
+    rank: int
+    causal_seqlens_kv_global: Tensor
+    interleave_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranks(self.world_size, self.rank, self.interleave_size)
+        reason = interleave_reason(self.world_size, self.interleave_size)
+        if reason is not None:
+            raise reason.exception()
+
+
+def check_ranks(world_size: int, rank: int, interleave_size: int) -> None:
+    """Raise InvalidInputError unless the three are ints in their ranges."""
+    for name, value, low, high in (
+        ("world_size (FlashInfer: cp_world)", world_size, 1, None),
+        ("rank (FlashInfer: cp_rank)", rank, 0, world_size),
+        ("interleave_size", interleave_size, 1, None),
+    ):
+        if type(value) is int and value >= low and (high is None or value < high):
+            continue
+        bound = f"at least {low}" if high is None else f"in [{low}, {high})"
+        raise InvalidInputError(
+            f"{name} must be an int {bound}.",
+            found=f"{value!r} ({type(value).__name__}).",
+            needed=f"an int {bound}; bool and NumPy integers are not taken.",
+            fix="pass int(...) of the group's value.",
+            argument=name.split()[0],
+            value=value,
+        )
+
+
+def interleave_reason(
+    world_size: int, interleave_size: int, supported: tuple[int, ...] = (1,)
+) -> Reason | None:
+    """Return why the KV layout cannot be masked natively, or None if it can."""
+    if world_size == 1 or interleave_size in supported:
+        return None
+    return Reason(
+        error=UnsupportedConfigError,
+        argument="cp_kv_cache_interleave_size",
+        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
+        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
+        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
+        "local key k of rank r for global position W*k + r.",
+        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
+        "disaggregation may have raised it to the block size.",
+    )
+
+
+@overload
+def local_seq_lens(
+    global_seq_lens: int, world_size: int, rank: int, interleave_size: int = 1
+) -> int: ...
+@overload
+def local_seq_lens(
+    global_seq_lens: Tensor, world_size: int, rank: int, interleave_size: int = 1
+) -> Tensor: ...
+def local_seq_lens(
+    global_seq_lens: int | Tensor, world_size: int, rank: int, interleave_size: int = 1
+) -> int | Tensor:
+    """Count the tokens of each request that `rank` holds.
+
+    Parameters
+    ----------
+    global_seq_lens : int or Tensor of any shape, integer dtype
+        Global lengths in tokens; negative ones count as 0.
+    world_size, rank, interleave_size : int
+        As in `DCP`; any interleave is counted, though only 1 can be decoded.
+
+    Returns
+    -------
+    int or Tensor
+        Of the type, shape, dtype and device given. The sum over the ranks is the global length.
+    """
+    check_ranks(world_size, rank, interleave_size)
+    stripe = world_size * interleave_size
+    offset = rank * interleave_size
+    if isinstance(global_seq_lens, Tensor):
+        lens = global_seq_lens.clamp(min=0)
+        tail = (lens % stripe - offset).clamp(0, interleave_size)
+        return lens // stripe * interleave_size + tail
+    length = max(0, global_seq_lens)
+    tail_len = min(max(length % stripe - offset, 0), interleave_size)
+    return length // stripe * interleave_size + tail_len
+
+
+def causal_bounds(
+    causal_seqlens_kv_global: Tensor,
+    q_len: int,
+    world_size: int,
+    rank: int,
+    interleave_size: int = 1,
+) -> Tensor:
+    """Count the local keys that each query row sees.
+
+    The bound is shifted globally first and made local after: a shifted local length is not the
+    local length of a shifted bound.
+
+    Parameters
+    ----------
+    causal_seqlens_kv_global : Tensor, [B], integer dtype
+        As in `DCP`.
+    q_len : int
+        Query tokens of each request.
+
+    Returns
+    -------
+    Tensor, [B, q_len], dtype and device of the lengths
+    """
+    newest = causal_seqlens_kv_global.unsqueeze(1)
+    behind = torch.arange(q_len - 1, -1, -1, device=newest.device, dtype=newest.dtype)
+    return local_seq_lens(newest - behind, world_size, rank, interleave_size)
+
+
+class FlatRows(NamedTuple):
+    """Per-request tensors repeated for one-token rows; see `flatten_query_rows`.
+
+    Attributes
+    ----------
+    block_tables : Tensor, [num_rows, width], int32
+    seq_lens : Tensor, [num_rows], int32
+    causal_seqlens_kv_global : Tensor, [num_rows], int32, or None
+    """
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    causal_seqlens_kv_global: Tensor | None
+
+
+def flatten_query_rows(
+    cum_seq_lens_q: Tensor,
+    num_rows: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    causal_seqlens_kv_global: Tensor | None = None,
+) -> FlatRows:
+    """Repeat each request's tables and lengths for its query rows, once per step for all layers.
+
+    Each row of the result is a request of one token that sees the whole context, so a causal call
+    with the flat query computes a non-causal block: ``decode_mla(query, cache, block_tables=
+    rows.block_tables, seq_lens=rows.seq_lens, dcp=DCP(W, r, rows.causal_seqlens_kv_global))``.
+
+    Parameters
+    ----------
+    cum_seq_lens_q : Tensor, [B + 1], int32
+        Prefix sums of the query lengths.
+    num_rows : int
+        Rows of the flat query; rows past ``cum_seq_lens_q[-1]`` repeat the last request, so a
+        padded batch stays defined. Nothing is copied to the host.
+    block_tables : Tensor, [B, width], int32
+    seq_lens : Tensor, [B], int32, rank-local under DCP
+    causal_seqlens_kv_global : Tensor, [B], int32, optional
+    """
+    rows = torch.arange(num_rows, device=cum_seq_lens_q.device, dtype=cum_seq_lens_q.dtype)
+    request = torch.searchsorted(cum_seq_lens_q[1:].contiguous(), rows, right=True)
+    request = request.clamp(max=block_tables.shape[0] - 1)
+    return FlatRows(
+        block_tables[request],
+        seq_lens[request],
+        None if causal_seqlens_kv_global is None else causal_seqlens_kv_global[request],
+    )

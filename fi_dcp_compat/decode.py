@@ -1,0 +1,362 @@
+"""The call: `decode_mla`, and `prepare_decode_mla` for what a stack knows at start-up.
+
+Dimensions
+----------
+B : requests. q_len : query tokens of each. num_tokens : query tokens of the batch.
+H : query heads as the kernel gets them. D : kv_lora_rank + qk_rope_head_dim. W : DCP ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .dcp import DCP, check_ranks
+from .errors import raise_first
+from .features import LseBase
+from .guards import Backend, config_reasons
+from .inputs import Step, invalid, is_tensor
+from .lse import MLAState, check_lse_base
+from .prepared import MLADecoder, Settings
+from .probing import Binding, bind_kernel
+from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
+from .releases import recorded, recorded_versions
+from .scales import require_scales, skip_softmax_factor
+
+__all__ = ["decode_mla", "prepare_decode_mla"]
+
+
+@overload
+def decode_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp: DCP,
+    causal: bool = True,
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> MLAState: ...
+@overload
+def decode_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp: DCP | None = None,
+    causal: bool = True,
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    backend: Backend = "auto",
+    return_lse: Literal[True],
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> MLAState: ...
+@overload
+def decode_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp: None = None,
+    causal: bool = True,
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    backend: Backend = "auto",
+    return_lse: Literal[False] = False,
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: None = None,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def decode_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp: DCP | None = None,
+    causal: bool = True,
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> Tensor | MLAState: ...
+def decode_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp: DCP | None = None,
+    causal: bool = True,
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+    lse_base: LseBase = "e",
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+) -> Tensor | MLAState:
+    """Decode MLA over a paged KV cache, on FlashInfer 0.6.12 or newer.
+
+    Parameters
+    ----------
+    query : Tensor, [B, q_len, H, D] or flat [num_tokens, H, D], bf16, fp16 or fp8 e4m3
+        A flat query is uniform, B = ``block_tables.shape[0]``, unless `cum_seq_lens_q` is given.
+    kv_cache : Tensor, [num_pages, page_size, D] or [num_pages, 1, page_size, D]
+        Of the query's dtype; this rank's pages under DCP.
+    workspace_buffer : Tensor, [bytes], int8 or uint8
+        At least `min_workspace_bytes`.
+    block_tables : Tensor, [B, width], int32
+        Page numbers; the tail past a request's length is not read. On cute-dsl the width is a
+        multiple of ``128 / page_size``.
+    seq_lens : Tensor, [B], int32, contiguous
+        Keys of each request, rank-local under DCP. Without DCP 0 is undefined in FlashInfer.
+    max_seq_len : int
+        A bound on `seq_lens`; it may be 0 under DCP.
+    bmm1_scale : float, or Tensor of one float32 (trtllm-gen)
+        The whole fused softmax scale, natural; see `bmm_scales`.
+    bmm2_scale : float, or Tensor of one float32 (trtllm-gen), optional
+        Scale of the output: 1.0 if left out, but required with an fp8 cache.
+    qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim : int
+        The model's head dimensions.
+    dcp : DCP, optional
+        Native decode context parallelism, since FlashInfer 0.6.17 (#4178), on cute-dsl.
+    causal : bool
+        False lets every query token see the whole context: without DCP only.
+    cum_seq_lens_q : Tensor, [B + 1], int32, optional
+        Prefix sums of the query lengths of a flat query: requests of different lengths. Since
+        0.6.14; with an LSE since 0.6.16; with DCP since 0.7.0 (#4719).
+    max_q_len : int, optional
+        The largest query length; required with `cum_seq_lens_q`. Without it, it asserts that a
+        flat query has ``B * max_q_len`` tokens.
+    backend : {"auto", "trtllm-gen", "cute-dsl", "xqa", "reference"}
+        "reference" is plain torch and runs anywhere; auto never picks it. DCP runs on cute-dsl.
+    return_lse : bool
+        Return an `MLAState`; so does any `dcp`.
+    lse_base : {"e", "2"}
+        Base of the LSE, the same on every release and backend.
+    out : Tensor, [B, q_len, H, kv_lora_rank] or [num_tokens, H, kv_lora_rank], bf16, optional
+        Written and returned; in the query's layout, contiguous.
+    lse : Tensor, [B, q_len, H] or [num_tokens, H], float32, optional
+        Likewise.
+    sinks : Tensor, [H], float32, or a sequence of one, optional
+        Attention sinks; without DCP.
+    skip_softmax_threshold_scale_factor : float, optional
+        trtllm-gen only; 0 means off.
+    enable_pdl : bool, optional
+        Programmatic dependent launch; None lets FlashInfer decide.
+    multi_ctas_kv_counter_buffer : Tensor, uint8, zeroed once, optional
+        trtllm-gen's counters, `counter_bytes` long; forwarded only where they can be used, so a
+        stack may always pass its own.
+
+    Returns
+    -------
+    Tensor or MLAState
+        ``out`` in the query's layout, bf16, and with `dcp` or `return_lse` the LSE. Under DCP a
+        row with no visible key is (0, -inf).
+
+    Raises
+    ------
+    FlashInferNotFoundError, FlashInferImportError
+        No FlashInfer, or one that cannot be imported.
+    FlashInferVersionError, FlashInferSignatureError
+        The release cannot do what was asked, or its function is not what its version promises.
+    UnsupportedConfigError
+        No kernel runs this configuration right; ``reasons`` has all of them, as `check` gives.
+    InvalidInputError
+        An argument has a wrong type, shape, dtype, device, layout or alignment.
+    NotPreparedError
+        Under CUDA-graph capture with a kernel that was never run eagerly (0.7.4).
+    """
+    binding = _bind(backend)
+    check_lse_base(lse_base)
+    if not is_tensor(query):
+        invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
+    if not is_tensor(kv_cache) or kv_cache.ndim not in (3, 4):
+        needed = "[num_pages, page_size, D] or [num_pages, 1, page_size, D]"
+        invalid("kv_cache", f"must be {needed}", kv_cache, needed, "reshape it")
+    if dcp is not None and not isinstance(dcp, DCP):
+        invalid("dcp", "must be a DCP", dcp, "DCP(world_size, rank, lengths)", "build a DCP")
+    settings = Settings(
+        page_size=kv_cache.shape[-2],
+        dtype=query.dtype,
+        kv_dtype=kv_cache.dtype,
+        qk_nope_head_dim=qk_nope_head_dim,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        dcp_world_size=1 if dcp is None else dcp.world_size,
+        dcp_rank=0 if dcp is None else dcp.rank,
+        interleave_size=1 if dcp is None else dcp.interleave_size,
+        causal=causal,
+        backend=backend,
+        return_lse=return_lse or dcp is not None,
+        lse_base=lse_base,
+        sinks=sinks is not None,
+        tensor_scales=isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor),
+        skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
+        enable_pdl=enable_pdl,
+    )
+    step = Step(
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        workspace_buffer,
+        None if dcp is None else dcp.causal_seqlens_kv_global,
+        cum_seq_lens_q,
+        max_q_len,
+        out,
+        lse,
+        multi_ctas_kv_counter_buffer,
+    )
+    result, states = _prepared(binding, settings).decode(step, bmm1_scale, bmm2_scale, sinks)
+    return result if states is None else MLAState(result, states)
+
+
+def prepare_decode_mla(
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    qk_nope_head_dim: int = 128,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    dcp_world_size: int = 1,
+    dcp_rank: int = 0,
+    interleave_size: int = 1,
+    causal: bool = True,
+    backend: Backend = "auto",
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: LseBase = "e",
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+) -> MLADecoder:
+    """Check, route and bind at start-up what does not change from step to step.
+
+    The arguments and errors are those of `decode_mla`; the head count and the query length come
+    with each step's query. The kernel is looked up now, once.
+
+    Returns
+    -------
+    MLADecoder
+        Its ``run`` takes a step's tensors and returns (out, lse or None).
+    """
+    check_ranks(dcp_world_size, dcp_rank, interleave_size)
+    check_lse_base(lse_base)
+    binding = _bind(backend)
+    settings = Settings(
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        qk_nope_head_dim=qk_nope_head_dim,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        dcp_world_size=dcp_world_size,
+        dcp_rank=dcp_rank,
+        interleave_size=interleave_size,
+        causal=causal,
+        backend=backend,
+        return_lse=return_lse or dcp_world_size > 1,
+        lse_base=lse_base,
+        sinks=sinks is not None,
+        tensor_scales=isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor),
+        skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
+        enable_pdl=enable_pdl,
+    )
+    raise_first(config_reasons(binding.abi, settings.config()))
+    require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
+    return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks)
+
+
+@lru_cache(maxsize=256)
+def _prepared(binding: Binding, settings: Settings) -> MLADecoder:
+    return MLADecoder(binding, settings)
+
+
+@lru_cache(maxsize=1)
+def _reference_binding() -> Binding:
+    # The reference takes the newest recorded release's keywords; a test holds it to that.
+    return Binding(reference_kernel, recorded(recorded_versions()[-1]))
+
+
+def _bind(backend: str) -> Binding:
+    if not isinstance(backend, str):
+        invalid("backend", "must be a string", backend, "a backend's name", "pass 'auto'")
+    return _reference_binding() if backend == "reference" else bind_kernel()

@@ -1,0 +1,291 @@
+"""What is installed here, whether native DCP can work, and what would mend it.
+
+It imports neither torch nor flashinfer, so it answers where importing either fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from typing import NamedTuple
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from .abi import DISTRIBUTION, FlashInferABI, missing_feature
+from .errors import FlashInferCompatError
+from .features import ROWS
+from .installed import find_distribution, installed_distributions
+from .probing import COMPANIONS, probe
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
+
+CUTLASS_DSL = "nvidia-cutlass-dsl"
+PACKAGES = (DISTRIBUTION, *COMPANIONS, CUTLASS_DSL, "torch")
+# Releases whose import reads the GPU's properties at module level and dies without one:
+# AssertionError of a CPU build of torch (gdn_decode_bf16_state.py).
+NEEDS_CUDA_TORCH = (("0.6.8", "0.6.11.post3"), ("0.6.14", "0.7.0.post1"))
+# From here on a companion wheel of another version is ignored with a warning.
+COMPANIONS_MAY_DIFFER = "0.7.2"
+
+
+class Gpu(NamedTuple):
+    """One GPU as the driver names it."""
+
+    name: str
+    compute_capability: tuple[int, int]
+
+
+class Finding(NamedTuple):
+    """One thing in the way (or, as a note, worth knowing), and what mends it."""
+
+    problem: str
+    fix: str
+
+
+class Diagnosis(NamedTuple):
+    """The whole answer.
+
+    Attributes
+    ----------
+    installed : dict
+        Version of each package of interest; None if it is not installed.
+    gpus : list of Gpu
+    reasons : list of Finding
+        Why native DCP cannot work here; empty if it can.
+    notes : list of Finding
+        What does not stand in the way.
+    """
+
+    installed: dict[str, str | None]
+    abi: FlashInferABI | None
+    gpus: list[Gpu]
+    reasons: list[Finding]
+    notes: list[Finding]
+
+    @property
+    def native_dcp(self) -> bool:
+        """Whether native DCP can work here."""
+        return not self.reasons
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it for JSON."""
+        abi = self.abi
+        return {
+            "native_dcp": self.native_dcp,
+            "installed": self.installed,
+            "flashinfer": None
+            if abi is None
+            else {
+                "version": abi.version,
+                "entry_point": abi.entry_point,
+                "source": abi.source,
+                "parameters": [parameter.name for parameter in abi.parameters],
+            },
+            "gpus": [
+                {"name": gpu.name, "compute_capability": list(gpu.compute_capability)}
+                for gpu in self.gpus
+            ],
+            "reasons": [finding._asdict() for finding in self.reasons],
+            "notes": [finding._asdict() for finding in self.notes],
+        }
+
+
+def diagnose(*, live: bool = False) -> Diagnosis:
+    """Look at this machine.
+
+    Parameters
+    ----------
+    live : bool
+        Import FlashInfer too, and say so if that fails.
+    """
+    versions = installed_distributions(PACKAGES)
+    reasons: list[Finding] = []
+    notes: list[Finding] = []
+    abi: FlashInferABI | None = None
+    gpus = _gpus()
+    try:
+        abi = probe(static=True)
+    except FlashInferCompatError as exc:
+        reasons.append(_finding(exc))
+    else:
+        missing = missing_feature(abi, "native_dcp", asked="Native DCP")
+        if missing is not None:
+            reasons.append(Finding(f"{missing.summary} Found: {missing.found}", missing.fix))
+        reasons += _import_problems(abi, versions, bool(gpus))
+        companions, harmless = _companion_problems(abi, versions)
+        reasons += companions
+        notes += harmless
+    if "torch" not in versions:
+        reasons.append(Finding("torch is not installed.", "pip install torch (a CUDA build)."))
+    reasons += _gpu_problems(gpus, abi)
+    if live and abi is not None:
+        try:
+            probe()
+        except FlashInferCompatError as exc:
+            reasons.append(_finding(exc))
+    installed = {name: versions.get(name) for name in PACKAGES}
+    return Diagnosis(installed, abi, gpus, reasons, notes)
+
+
+def _finding(exc: FlashInferCompatError) -> Finding:
+    return Finding(f"{exc.summary} Found: {exc.found}", exc.fix)
+
+
+def _import_problems(abi: FlashInferABI, versions: dict[str, str], has_gpu: bool) -> list[Finding]:
+    found: list[Finding] = []
+    release = abi.release
+    if release is not None and not has_gpu and _torch_is_cpu_only():
+        for first, last in NEEDS_CUDA_TORCH:
+            if Version(first) <= release <= Version(last):
+                found.append(
+                    Finding(
+                        f"import flashinfer {abi.version} fails with a CPU build of torch "
+                        "(AssertionError: Torch not compiled with CUDA enabled).",
+                        f'pip install -U "{DISTRIBUTION}>=0.7.1", or a CUDA build of torch.',
+                    )
+                )
+    needed = _requirement(CUTLASS_DSL)
+    have = versions.get(CUTLASS_DSL)
+    if have is None:
+        found.append(
+            Finding(
+                f"{CUTLASS_DSL} is not installed; cute-dsl is compiled with it.",
+                f'pip install "{needed or CUTLASS_DSL}".',
+            )
+        )
+    elif needed is not None and not needed.specifier.contains(have, prereleases=True):
+        found.append(
+            Finding(
+                f"{CUTLASS_DSL} {have} does not fit {DISTRIBUTION} {abi.version}, which needs "
+                f"{needed.specifier}.",
+                f'pip install -U "{needed}".',
+            )
+        )
+    return found
+
+
+def _requirement(name: str) -> Requirement | None:
+    folder = find_distribution(DISTRIBUTION)
+    if folder is None:
+        return None
+    try:
+        text = (folder / "METADATA").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE):
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.name == name and requirement.marker is None:
+            return requirement
+    return None
+
+
+def _companion_problems(
+    abi: FlashInferABI, versions: dict[str, str]
+) -> tuple[list[Finding], list[Finding]]:
+    fatal: list[Finding] = []
+    ignored: list[Finding] = []
+    for name in COMPANIONS:
+        have = versions.get(name)
+        if have is None or _public(have) == _public(abi.version):
+            continue
+        problem = f"{name} {have} is not of the version of {DISTRIBUTION} {abi.version}"
+        fix = (
+            f'pip install "{name}=={abi.version}" (from FlashInfer\'s own package index; not every '
+            f"version is on PyPI), or pip uninstall {name}."
+        )
+        may_differ = abi.release is None or abi.release >= Version(COMPANIONS_MAY_DIFFER)
+        if may_differ or os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"):
+            ignored.append(Finding(f"{problem}; FlashInfer ignores it.", fix))
+        else:
+            fatal.append(Finding(f"{problem}: import flashinfer raises RuntimeError.", fix))
+    return fatal, ignored
+
+
+def _public(version: str) -> str:
+    try:
+        return Version(version).public
+    except InvalidVersion:
+        return version
+
+
+def _gpu_problems(gpus: list[Gpu], abi: FlashInferABI | None) -> list[Finding]:
+    if not gpus:
+        return [
+            Finding(
+                "No NVIDIA GPU is visible (libcuda.so.1).",
+                "run on a Blackwell GPU (compute capability 10.0 or 10.3); decode_mla("
+                'backend="reference") runs without one.',
+            )
+        ]
+    rubin = abi is not None and abi.features.cute_dsl_sm107
+    able = {(10, 0), (10, 3)} | ({(10, 7)} if rubin else set())
+    if any(gpu.compute_capability in able for gpu in gpus):
+        return []
+    names = ", ".join(
+        f"{gpu.name} ({gpu.compute_capability[0]}.{gpu.compute_capability[1]})" for gpu in gpus
+    )
+    return [
+        Finding(
+            f"No GPU here has a native DCP kernel: {names}.",
+            "run on compute capability 10.0 or 10.3 (10.7 with FlashInfer "
+            f"{ROWS['cute_dsl_sm107'].since} or newer).",
+        )
+    ]
+
+
+def _torch_is_cpu_only() -> bool:
+    folder = find_distribution("torch")
+    if folder is None:
+        return False
+    try:
+        text = (folder.parent / "torch" / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return bool(re.search(r"^cuda(?::.*)?\s*=\s*None", text, re.MULTILINE))
+
+
+def _gpus() -> list[Gpu]:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found: list[Gpu] = []
+    for index in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, len(name), device)
+        capability: list[int] = []
+        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        for attribute in (75, 76):
+            value = ctypes.c_int()
+            cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            capability.append(value.value)
+        found.append(Gpu(name.value.decode(), (capability[0], capability[1])))
+    return found
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """Write the diagnosis for people."""
+    width = max(map(len, diagnosis.installed))
+    lines = [
+        f"{name:<{width}}  {version or 'not installed'}"
+        for name, version in diagnosis.installed.items()
+    ]
+    for gpu in diagnosis.gpus:
+        major, minor = gpu.compute_capability
+        lines.append(f"{'GPU':<{width}}  {gpu.name}, compute capability {major}.{minor}")
+    if not diagnosis.gpus:
+        lines.append(f"{'GPU':<{width}}  none")
+    lines += ["", f"Native DCP: {'can work' if diagnosis.native_dcp else 'cannot work here'}"]
+    for title, findings in (("Reason", diagnosis.reasons), ("Note", diagnosis.notes)):
+        for number, finding in enumerate(findings, 1):
+            lines += [f"{title} {number}: {finding.problem}", f"  Fix: {finding.fix}"]
+    return "\n".join(lines)

@@ -1,0 +1,271 @@
+"""(ABI, configuration) -> the reasons why it cannot run. Pure: no tensor, no GPU, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from .abi import DISTRIBUTION, FUNCTION, FlashInferABI, missing_feature
+from .backends import BACKENDS, RULES, Config, arch_reason, refused
+from .errors import FlashInferSignatureError, FlashInferVersionError, Reason
+from .features import ROWS
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "backend_reasons", "candidates", "check", "config_reasons", "dtype_name"]
+
+Backend = Literal["auto", "trtllm-gen", "cute-dsl", "xqa", "reference"]
+
+# What decode_mla always passes; FlashInfer has had these since 0.6.0.
+CORE_KEYWORDS = (
+    "query",
+    "kv_cache",
+    "workspace_buffer",
+    "qk_nope_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "block_tables",
+    "seq_lens",
+    "max_seq_len",
+    "bmm1_scale",
+    "bmm2_scale",
+    "backend",
+)
+_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+}
+
+
+def check(
+    abi: FlashInferABI,
+    *,
+    num_heads: int,
+    q_len: int,
+    page_size: int,
+    dtype: torch.dtype | str,
+    kv_dtype: torch.dtype | str | None = None,
+    dcp_world_size: int = 1,
+    interleave_size: int = 1,
+    causal: bool = True,
+    backend: Backend = "auto",
+    varlen: bool = False,
+    return_lse: bool = False,
+    sinks: bool = False,
+    skip_softmax: bool = False,
+    tensor_scales: bool = False,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    compute_capability: tuple[int, int] | None = None,
+    block_table_width: int | None = None,
+    batch: int | None = None,
+) -> tuple[Reason, ...]:
+    """Return why `decode_mla` would refuse this configuration; empty if it would run it.
+
+    It needs no tensor and no GPU, so a stack runs it at start-up. The call raises the class of the
+    first reason, with all of them attached.
+
+    Parameters
+    ----------
+    abi : FlashInferABI
+        ``probe()`` for the installed FlashInfer, ``recorded(version)`` for another.
+    num_heads, q_len : int
+        Query heads and query tokens a request, as the kernel gets them (after a gather of heads).
+    page_size : int
+        Tokens per page of the cache.
+    dtype, kv_dtype : torch.dtype or str
+        Of the query and the cache; `kv_dtype` is `dtype` if left out.
+    dcp_world_size, interleave_size : int
+        As in `DCP`.
+    varlen : bool
+        Whether ``cum_seq_lens_q`` is given; `q_len` is then ``max_q_len``.
+    skip_softmax : bool
+        Whether ``skip_softmax_threshold_scale_factor`` is given and not 0.
+    tensor_scales : bool
+        Whether ``bmm1_scale`` or ``bmm2_scale`` is a tensor.
+    compute_capability : (int, int), optional
+        Of the GPU; unchecked if left out.
+    block_table_width, batch : int, optional
+        Width of ``block_tables`` in pages, and requests; unchecked if left out.
+    """
+    config = Config(
+        num_heads=num_heads,
+        q_len=q_len,
+        page_size=page_size,
+        dtype=dtype_name(dtype),
+        kv_dtype=dtype_name(dtype if kv_dtype is None else kv_dtype),
+        dcp_world_size=dcp_world_size,
+        interleave_size=interleave_size,
+        causal=causal,
+        backend=backend,
+        varlen=varlen,
+        return_lse=return_lse,
+        sinks=sinks,
+        skip_softmax=skip_softmax,
+        tensor_scales=tensor_scales,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        compute_capability=compute_capability,
+        block_table_width=block_table_width,
+        batch=batch,
+    )
+    return config_reasons(abi, config)
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Return torch's name of a dtype, without torch."""
+    name = str(dtype).removeprefix("torch.")
+    return _ALIASES.get(name, name)
+
+
+def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
+    """Return why `config` cannot run on `abi`, the first to raise first; empty if it can."""
+    found = list(_number_reasons(config))
+    if config.backend != "reference":
+        found = [*_abi_reasons(abi, config), *found]
+    if config.dcp_world_size > 1:
+        found += _dcp_reasons(abi, config)
+    if found:
+        return tuple(found)
+    names = candidates(config)
+    if not names and config.compute_capability is not None:
+        needed = "10.x (trtllm-gen, cute-dsl) or 12.x (xqa)"
+        return (arch_reason(config.backend, config.compute_capability, needed),)
+    per_backend = [backend_reasons(abi, config, name) for name in names]
+    if not all(per_backend):
+        return ()
+    return tuple(dict.fromkeys(reason for reasons in per_backend for reason in reasons))
+
+
+def candidates(config: Config) -> tuple[str, ...]:
+    """Return the backends that may run `config`, the preferred one first."""
+    if config.backend != "auto":
+        return (config.backend,)
+    if config.dcp_world_size > 1:
+        return ("cute-dsl",)
+    if config.compute_capability is None or config.compute_capability[0] == 10:
+        return ("trtllm-gen", "cute-dsl")
+    return ("xqa",) if config.compute_capability[0] == 12 else ()
+
+
+def backend_reasons(abi: FlashInferABI, config: Config, backend: str) -> tuple[Reason, ...]:
+    """Return why one named backend cannot run `config` right."""
+    return tuple(RULES[backend](abi, config.flattened()))
+
+
+def _number_reasons(config: Config) -> Iterator[Reason]:
+    if config.backend not in BACKENDS:
+        yield refused(
+            "backend",
+            f"backend={config.backend!r} is not one of decode_mla's.",
+            f"{config.backend!r}.",
+            f"one of {', '.join(BACKENDS)}.",
+            "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
+        )
+    numbers = (
+        ("num_heads", config.num_heads),
+        ("q_len", config.q_len),
+        ("page_size", config.page_size),
+        ("dcp_world_size", config.dcp_world_size),
+        ("interleave_size", config.interleave_size),
+    )
+    for name, value in numbers:
+        if type(value) is not int or value < 1:
+            yield refused(
+                name,
+                f"{name} must be an int of at least 1.",
+                f"{name}={value!r}.",
+                "an int of at least 1.",
+                f"pass the {name} of the call.",
+            )
+
+
+def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    if abi.unreadable:
+        yield Reason(
+            FlashInferVersionError,
+            "kernel",
+            "decode_mla cannot tell what this kernel takes.",
+            f"a kernel whose signature cannot be read ({abi.unreadable}).",
+            "FlashInfer's function, or a mock that carries its signature.",
+            "build the mock with unittest.mock.create_autospec of a function that has it.",
+        )
+        return
+    if config.dcp_world_size > 1:
+        asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
+        missing = missing_feature(abi, "native_dcp", asked=asked, instead=instead)
+    else:
+        missing = missing_feature(abi, "return_lse", asked="decode_mla")
+    if missing is not None:
+        yield missing
+    new = tuple(
+        parameter.name
+        for parameter in abi.parameters
+        if parameter.required and parameter.name not in CORE_KEYWORDS
+    )
+    for names, verb in ((abi.lacks(*CORE_KEYWORDS), "has lost"), (new, "newly requires")):
+        if names:
+            yield Reason(
+                FlashInferSignatureError,
+                names[0],
+                f"{FUNCTION} {verb} {', '.join(names)}.",
+                f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
+                "the parameters of a recorded release, without more required ones.",
+                f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat.",
+            )
+
+
+def _dcp_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+    from .dcp import interleave_reason
+
+    world = f"dcp_world_size={config.dcp_world_size}"
+    reason = interleave_reason(
+        config.dcp_world_size, config.interleave_size, abi.features.interleave_sizes
+    )
+    if reason is not None:
+        yield reason
+    if config.backend in ("trtllm-gen", "xqa"):
+        yield refused(
+            "backend",
+            f"backend={config.backend!r} has no DCP mask.",
+            f"backend={config.backend!r} with {world}.",
+            "backend='cute-dsl', the only one with a native DCP mask "
+            f"({ROWS['native_dcp'].since} or newer).",
+            "pass backend='auto' or 'cute-dsl'; another backend's ranks can be merged outside the "
+            "kernel for one query token only.",
+        )
+    if not config.causal:
+        yield refused(
+            "causal",
+            "A non-causal block cannot be masked with DCP.",
+            f"causal=False with {world}.",
+            "causal=True: FlashInfer's DCP mask is causal in every known release.",
+            "flatten the block with flatten_query_rows: one-token rows, each with its own bound, "
+            "are ordinary causal calls.",
+        )
+    for given, name in (
+        (config.sinks, "sinks"),
+        (config.skip_softmax, "skip_softmax_threshold_scale_factor"),
+    ):
+        if given:
+            yield refused(
+                name,
+                f"{name} cannot be combined with DCP.",
+                f"{name} with {world}.",
+                f"no {name}: the only kernel with a DCP mask does not take it.",
+                f"leave {name} out, or call with dcp=None.",
+            )
+    if config.varlen and config.backend != "reference" and abi.features.native_dcp:
+        missing = missing_feature(
+            abi,
+            "varlen_dcp",
+            asked="decode_mla(dcp=..., cum_seq_lens_q=...)",
+            instead="pad to a uniform query [B, q_len, H, D]",
+        )
+        if missing is not None:
+            yield missing

@@ -1,0 +1,288 @@
+"""The checks of a call's arguments: what kernels read as raw pointers is looked at first.
+
+Shapes, dtypes, devices, strides and addresses only: nothing here reads a value on the device.
+Dimensions are those of `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidInputError, UnsupportedConfigError
+
+__all__ = ["QueryLayout", "Step", "cache_view", "check_step", "query_layout", "require_tensor"]
+
+# The compiled cute-dsl kernels assert these alignments of data_ptr, in bytes (facts, section 4).
+POINTER_ALIGNMENT = 16
+WORKSPACE_ALIGNMENT = 32
+_ADDRESS_FIX = "give the kernel a tensor of its own (clone once per step), not a view into another."
+
+
+class Step(NamedTuple):
+    """One step's arguments, named and shaped as `decode_mla` documents them."""
+
+    query: Tensor
+    kv_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    workspace_buffer: Tensor
+    causal_seqlens_kv_global: Tensor | None = None
+    cum_seq_lens_q: Tensor | None = None
+    max_q_len: int | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    multi_ctas_kv_counter_buffer: Tensor | None = None
+
+
+class QueryLayout(NamedTuple):
+    """How the query is laid out: flat or not, uniform or compact."""
+
+    batch: int
+    q_len: int
+    num_heads: int
+    num_tokens: int
+    flat: bool
+    compact: bool
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether it is a tensor, whatever its annotation promises."""
+    return isinstance(value, Tensor)
+
+
+def describe(value: object) -> str:
+    """Show a value in a message: a tensor by shape, dtype and device, never by contents."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def invalid(argument: str, problem: str, value: object, needed: str, fix: str) -> NoReturn:
+    """Raise InvalidInputError for `argument`."""
+    shown = describe(value)
+    raise InvalidInputError(
+        f"{argument} {problem}.",
+        found=f"{argument}: {shown}.",
+        needed=f"{needed}.",
+        fix=fix if fix.endswith(".") else f"{fix}.",
+        argument=argument,
+        value=shown if isinstance(value, Tensor) else value,
+    )
+
+
+def require_tensor(
+    argument: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    contiguous: bool = True,
+    alignment: int = POINTER_ALIGNMENT,
+) -> None:
+    """Raise InvalidInputError unless the kernel can read `tensor` through its pointer."""
+    if (
+        is_tensor(tensor)
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.device == device
+        and (tensor.is_contiguous() if contiguous else tensor.stride(-1) == 1)
+        and tensor.data_ptr() % alignment == 0
+    ):
+        return
+    needed = f"{list(shape)} {dtype} on {device}"
+    if not is_tensor(tensor):
+        invalid(argument, "must be a tensor", tensor, needed, "pass a tensor")
+    if tensor.dtype is not dtype:
+        invalid(
+            argument,
+            f"must be {dtype}, not {tensor.dtype}",
+            tensor,
+            f"{needed}; the kernel reads it through a raw pointer",
+            f"cast it once per step, not per layer: {argument}.to({dtype})",
+        )
+    if tensor.shape != shape:
+        problem = f"must have shape {list(shape)}, not {list(tensor.shape)}"
+        invalid(argument, problem, tensor, needed, "pass the tensor of this batch")
+    if tensor.device != device:
+        problem = f"is on {tensor.device}, but the query is on {device}"
+        invalid(argument, problem, tensor, needed, f"move it once per step to {device}")
+    if tensor.data_ptr() % alignment:
+        invalid(
+            argument,
+            f"must start at a multiple of {alignment} bytes",
+            tensor,
+            f"{needed}, {alignment}-byte aligned; this one is off by "
+            f"{tensor.data_ptr() % alignment}",
+            _ADDRESS_FIX,
+        )
+    strides = f"strides {list(tensor.stride())}"
+    invalid(argument, f"must be contiguous, not {strides}", tensor, needed, _ADDRESS_FIX)
+
+
+def require_int(argument: str, value: int, low: int) -> None:
+    """Raise InvalidInputError unless `value` is an int, not a bool, of at least `low`."""
+    if type(value) is not int or value < low:
+        invalid(
+            argument,
+            f"must be an int of at least {low}",
+            value,
+            f"an int of at least {low}",
+            "pass a host int, not a tensor; int(...) of it once per step",
+        )
+
+
+def query_layout(step: Step, head_dim: int) -> QueryLayout:
+    """Read the layout off the shapes, or raise InvalidInputError where they do not fit."""
+    query, block_tables, max_q_len = step.query, step.block_tables, step.max_q_len
+    shapes = "[B, q_len, H, D] or [num_tokens, H, D]"
+    if not is_tensor(query) or query.ndim not in (3, 4):
+        invalid("query", f"must be {shapes}", query, shapes, "reshape it")
+    if query.shape[-1] != head_dim:
+        needed = f"a last dimension of {head_dim} (kv_lora_rank + qk_rope_head_dim)"
+        invalid("query", f"must have {needed}", query, needed, "join latent and rope parts")
+    if query.stride(-1) != 1 or query.data_ptr() % POINTER_ALIGNMENT:
+        needed = f"a unit stride in the last dimension and a {POINTER_ALIGNMENT}-byte aligned start"
+        invalid("query", f"must have {needed}", query, needed, _ADDRESS_FIX)
+    if not is_tensor(block_tables) or block_tables.ndim != 2:
+        invalid(
+            "block_tables", "must be [B, width]", block_tables, "[B, width] int32", "reshape it"
+        )
+    batch = block_tables.shape[0]
+    if max_q_len is not None:
+        require_int("max_q_len", max_q_len, 1)
+    if query.ndim == 4:
+        return _rectangular(query, batch, step.cum_seq_lens_q, max_q_len)
+    tokens, heads, _ = query.shape
+    if step.cum_seq_lens_q is not None:
+        if max_q_len is None:
+            invalid(
+                "max_q_len",
+                "must be given with cum_seq_lens_q",
+                max_q_len,
+                "the largest query length, a host int: without it FlashInfer copies "
+                "cum_seq_lens_q to the host",
+                "pass max_q_len=...",
+            )
+        if tokens > batch * max_q_len:
+            invalid(
+                "query",
+                f"has {tokens} tokens, more than {batch} requests of max_q_len={max_q_len} hold",
+                query,
+                f"at most {batch * max_q_len} tokens",
+                "pass the largest query length of the batch as max_q_len",
+            )
+        return QueryLayout(batch, max_q_len, heads, tokens, flat=True, compact=True)
+    q_len = max_q_len if max_q_len is not None else tokens // max(batch, 1)
+    if tokens != batch * q_len or (batch and not q_len):
+        asserted = "" if max_q_len is None else f" of max_q_len={max_q_len}"
+        invalid(
+            "query",
+            f"has {tokens} tokens, which {batch} requests{asserted} cannot share evenly",
+            query,
+            "num_tokens = B * q_len with B = block_tables.shape[0]",
+            "pass cum_seq_lens_q and max_q_len for requests of different query lengths",
+        )
+    return QueryLayout(batch, q_len or 1, heads, tokens, flat=True, compact=False)
+
+
+def _rectangular(
+    query: Tensor, batch: int, cum_seq_lens_q: Tensor | None, max_q_len: int | None
+) -> QueryLayout:
+    _, q_len, heads, _ = query.shape
+    if cum_seq_lens_q is not None:
+        needed = "[num_tokens, H, D] with cum_seq_lens_q"
+        invalid("query", f"must be {needed}", query, needed, "flatten it, or drop cum_seq_lens_q")
+    if query.shape[0] != batch:
+        problem = f"has {query.shape[0]} requests, but block_tables has {batch} rows"
+        invalid("query", problem, query, f"{batch} requests", "pass the tensors of one batch")
+    if max_q_len is not None and max_q_len != q_len:
+        problem = f"has q_len={q_len}, but max_q_len={max_q_len}"
+        invalid("query", problem, query, f"q_len={max_q_len}", "drop max_q_len")
+    if q_len == 0:
+        invalid("query", "has no query token", query, "q_len of at least 1", "skip the call")
+    return QueryLayout(batch, q_len, heads, batch * q_len, flat=False, compact=False)
+
+
+def cache_view(
+    kv_cache: Tensor, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the cache as [num_pages, 1, page_size, D], or raise where it cannot be read so."""
+    cache = kv_cache.unsqueeze(1) if kv_cache.ndim == 3 else kv_cache
+    if cache.shape[1:] != (1, page_size, head_dim):
+        shapes = f"[num_pages, {page_size}, {head_dim}] or [num_pages, 1, {page_size}, {head_dim}]"
+        parts = "kv_lora_rank + qk_rope_head_dim"
+        raise UnsupportedConfigError(
+            f"kv_cache must be {shapes}.",
+            found=f"kv_cache: {describe(kv_cache)}.",
+            needed=f"one head and a last dimension of {head_dim} ({parts}).",
+            fix="pass the latent cache with its rope part, or the head dimensions that it has.",
+            argument="kv_cache",
+            value=describe(kv_cache),
+        )
+    # Pages may lie apart (one layer's view of a pool of layers); a page itself may not.
+    if (
+        cache.dtype is dtype
+        and cache.device == device
+        and cache.stride()[2:] == (head_dim, 1)
+        and cache.data_ptr() % POINTER_ALIGNMENT == 0
+    ):
+        return cache
+    needed = f"{dtype} on {device}, each page contiguous, {POINTER_ALIGNMENT}-byte aligned"
+    invalid("kv_cache", f"must be {needed}", kv_cache, needed, "pass the cache as it was allocated")
+
+
+def check_step(
+    step: Step,
+    layout: QueryLayout,
+    *,
+    kv_lora_rank: int,
+    out_dtype: torch.dtype,
+    dcp: bool,
+    return_lse: bool,
+    strided_tables: bool,
+) -> None:
+    """Raise InvalidInputError unless the kernel can read and write the step's tensors.
+
+    `strided_tables` says that the kernel knows a row stride; the others take the rows as dense.
+    """
+    device, shape = step.query.device, step.query.shape[:-1]
+    tables = step.block_tables
+    require_tensor(
+        "block_tables", tables, tables.shape, torch.int32, device, contiguous=not strided_tables
+    )
+    require_tensor("seq_lens", step.seq_lens, (layout.batch,), torch.int32, device)
+    require_int("max_seq_len", step.max_seq_len, 0 if dcp else 1)
+    if dcp and step.causal_seqlens_kv_global is None:
+        needed = f"[{layout.batch}] int32 on {device}, the global KV lengths"
+        fix = "pass the global lengths, the newest query token's key included"
+        invalid("causal_seqlens_kv_global", "must be given with DCP", None, needed, fix)
+    for name, lengths, rows in (
+        ("causal_seqlens_kv_global", step.causal_seqlens_kv_global, layout.batch),
+        ("cum_seq_lens_q", step.cum_seq_lens_q, layout.batch + 1),
+    ):
+        if lengths is not None:
+            require_tensor(name, lengths, (rows,), torch.int32, device, alignment=4)
+    if step.out is not None:
+        require_tensor("out", step.out, (*shape, kv_lora_rank), out_dtype, device)
+    if step.lse is not None:
+        if not return_lse:
+            needed = "return_lse=True with an lse buffer"
+            invalid("lse", "would not be written", step.lse, needed, "pass return_lse=True")
+        require_tensor("lse", step.lse, shape, torch.float32, device)
+
+
+def require_sinks(sinks: Tensor | Sequence[Tensor], num_heads: int, device: torch.device) -> Tensor:
+    """Return the sinks tensor, [H] float32, or raise InvalidInputError."""
+    if not isinstance(sinks, Tensor):
+        if type(sinks) not in (list, tuple) or len(sinks) != 1:
+            needed = f"a tensor [{num_heads}] float32, or a list of one"
+            invalid("sinks", f"must be {needed}", sinks, needed, "pass the one tensor")
+        sinks = sinks[0]
+    require_tensor("sinks", sinks, (num_heads,), torch.float32, device)
+    return sinks

@@ -1,0 +1,133 @@
+"""What is on disk: installed distributions, and the function's header in the package's files.
+
+Nothing here imports flashinfer or torch, so it answers where importing either fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from .abi import FUNCTION, Parameter
+
+__all__ = [
+    "DEFINED_IN",
+    "find_distribution",
+    "installed_distributions",
+    "package_folder",
+    "read_parameters",
+    "written_version",
+]
+
+# The public function's module, newest layout first: facts, section 1.2.
+DEFINED_IN = ("mla/_core.py", "mla.py")
+_HEADER = re.compile(rf"^def {FUNCTION}\(.*?^\)[^\n]*:[ \t]*$", re.MULTILINE | re.DOTALL)
+_DIST_INFO = re.compile(r"([^/\\]+?)-([^-/\\]+)\.dist-info$")
+
+
+def installed_distributions(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of those of `names` that are installed, from dist-info folder names."""
+    found = {name: _DIST_INFO.search(str(folder)) for name, folder in _dist_infos(names).items()}
+    return {name: match[2] for name, match in found.items() if match is not None}
+
+
+def find_distribution(name: str) -> Path | None:
+    """Return the dist-info folder of an installed distribution, or None."""
+    return _dist_infos((name,)).get(name)
+
+
+def _dist_infos(names: tuple[str, ...]) -> dict[str, Path]:
+    # Reading folder names costs a fraction of importlib.metadata, which opens every candidate.
+    wanted = {name.replace("-", "_"): name for name in names}
+    found: dict[str, Path] = {}
+    for folder in sys.path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            match = _DIST_INFO.search(entry)
+            name = wanted.get(re.sub(r"[-_.]+", "_", match[1]).lower()) if match else None
+            if name is not None:
+                # The first on the path is the one that is imported.
+                found.setdefault(name, Path(folder or ".", entry))
+    return {name: found[name] for name in names if name in found}
+
+
+class _Source(Protocol):
+    def read_text(self, encoding: str) -> str: ...
+
+
+def read_parameters(sources: Mapping[str, _Source]) -> tuple[tuple[Parameter, ...], str]:
+    """Read the function's parameters from the first of `sources` that defines it."""
+    for name, source in sources.items():
+        text = source.read_text(encoding="utf-8")
+        # Parsing the header alone takes a fiftieth of parsing the whole file.
+        match = _HEADER.search(text)
+        tree = ast.parse(f"{match[0]} pass" if match else text)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
+                module = "flashinfer." + name.removesuffix(".py").replace("/", ".")
+                return _parameters(node.args), f"{module}:{FUNCTION}"
+    return (), ""
+
+
+def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
+    positional = [*args.posonlyargs, *args.args]
+    padding: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
+    found = [
+        Parameter(
+            arg.arg,
+            _default(default),
+            "POSITIONAL_ONLY" if arg in args.posonlyargs else "POSITIONAL_OR_KEYWORD",
+        )
+        for arg, default in zip(positional, [*padding, *args.defaults], strict=True)
+    ]
+    if args.vararg:
+        found.append(Parameter(args.vararg.arg, None, "VAR_POSITIONAL"))
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(Parameter(arg.arg, _default(default), "KEYWORD_ONLY"))
+    if args.kwarg:
+        found.append(Parameter(args.kwarg.arg, None, "VAR_KEYWORD"))
+    return tuple(found)
+
+
+def _default(node: ast.expr | None) -> str | None:
+    if node is None:
+        return None
+    try:
+        return repr(ast.literal_eval(node))
+    except ValueError:
+        return ast.unparse(node)
+
+
+def package_folder() -> Path | None:
+    """Return the folder of the installed flashinfer package, importing nothing of it."""
+    import importlib.machinery
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec("flashinfer")
+    except ValueError:  # a module without a spec stands in sys.modules
+        spec = importlib.machinery.PathFinder.find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def written_version(package: Path) -> str | None:
+    """Return the version written in the package's own files, or None."""
+    for name in ("_build_meta.py", "version.py"):
+        try:
+            text = (package / name).read_text(encoding="utf-8")
+        except OSError:
+            continue
+        match = re.search(r"""^__version__(?:\s*:\s*str)?\s*=\s*["']([^"']+)["']""", text, re.M)
+        if match:
+            return match[1]
+    return None

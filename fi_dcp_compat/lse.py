@@ -1,0 +1,104 @@
+"""Log-sum-exp: its base, the states that carry it, and the merge of partial states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidInputError
+from .features import LseBase
+
+__all__ = ["MLAState", "merge_dcp_states"]
+
+# Multiply an LSE of the first base by this to get the second.
+_SCALE: dict[tuple[str, str], float] = {("2", "e"): math.log(2.0), ("e", "2"): math.log2(math.e)}
+
+
+class MLAState(NamedTuple):
+    """A partial attention result that can be merged with others.
+
+    Attributes
+    ----------
+    out : Tensor, [B, q_len, H, kv_lora_rank] or [num_tokens, H, kv_lora_rank]
+        Normalised over the keys it saw; 0 in a row that saw none.
+    lse : Tensor, [B, q_len, H] or [num_tokens, H], float32
+        Log-sum-exp of the scaled scores, in the base asked for; -inf in a row that saw none.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def check_lse_base(base: str) -> None:
+    """Raise InvalidInputError unless `base` is one of the two spellings."""
+    if base in ("e", "2"):
+        return
+    raise InvalidInputError(
+        "lse_base must be 'e' or '2'.",
+        found=f"{base!r}.",
+        needed="'e' (natural log) or '2' (log2).",
+        fix="pass one of the two; FlashInfer's own 'basee' and 'base2' are translated for you.",
+        argument="lse_base",
+        value=base,
+    )
+
+
+def lse_factor(found: LseBase, wanted: LseBase) -> float | None:
+    """Return what turns an LSE of base `found` into base `wanted`; None: nothing to do."""
+    return _SCALE.get((found, wanted))
+
+
+def merge_dcp_states(
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], lse_base: LseBase = "e"
+) -> MLAState:
+    """Merge the partial states of the ranks, all held here, into the whole context's.
+
+    Parameters
+    ----------
+    outs : Tensor, [W, .., H, D], or a sequence of W tensors [.., H, D]
+    lses : Tensor, [W, .., H], or a sequence of W tensors [.., H]
+        In base `lse_base`. A state whose LSE is NaN or infinite counts as empty, whatever its
+        output holds.
+    lse_base : {"e", "2"}
+        Base of `lses` and of the result.
+
+    Returns
+    -------
+    MLAState
+        ``out`` [.., H, D] in the dtype of `outs`, accumulated in float32; ``lse`` [.., H]
+        float32. A row that is empty on every rank is (0, -inf).
+
+    Raises
+    ------
+    InvalidInputError
+        The shapes do not fit, or `lse_base` is neither "e" nor "2".
+    """
+    check_lse_base(lse_base)
+    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
+    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] == 0:
+        raise InvalidInputError(
+            "outs and lses do not describe the same states.",
+            found=f"outs {list(outs.shape)}, lses {list(lses.shape)}.",
+            needed="outs [W, .., H, D] and lses [W, .., H] with W at least 1.",
+            fix="stack the ranks in front of both.",
+            argument="lses",
+        )
+    lse = lses.float() * (_SCALE[("2", "e")] if lse_base == "2" else 1.0)
+    seen = lse.isfinite()
+    lse = torch.where(seen, lse, -torch.inf)
+    top = lse.amax(dim=0)
+    # With every rank empty the maximum is -inf, and -inf - (-inf) would be NaN.
+    top = torch.where(top.isfinite(), top, 0.0)
+    weights = torch.exp(lse - top)
+    total = weights.sum(dim=0)
+    weights = (weights / total.clamp(min=1.0)).unsqueeze(-1)
+    out = (torch.where(seen.unsqueeze(-1), outs.float(), 0.0) * weights).sum(dim=0)
+    merged = top + torch.log(total)
+    if lse_base == "2":
+        merged = merged * _SCALE[("e", "2")]
+    return MLAState(out.to(outs.dtype), merged)

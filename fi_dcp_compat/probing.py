@@ -1,0 +1,284 @@
+"""Find FlashInfer's function and describe it: live (inspect) or static (reads the file).
+
+This is the only module, with `testing`, that imports flashinfer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from .abi import ASSUME_VERSION, DISTRIBUTION, FUNCTION, FlashInferABI, Parameter, _parse
+from .errors import (
+    FlashInferImportError,
+    FlashInferNotFoundError,
+    FlashInferSignatureError,
+    InvalidInputError,
+)
+from .installed import (
+    DEFINED_IN,
+    installed_distributions,
+    package_folder,
+    read_parameters,
+    written_version,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["Binding", "Kernel", "bind_kernel", "probe"]
+
+COMPANIONS = ("flashinfer-cubin", "flashinfer-jit-cache")
+
+
+# FlashInfer's function, the torch reference, or a mock. Its parameters differ by release, which
+# is what this package is about, so no type can name them.
+Kernel: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Tensor]]"
+
+
+class Binding:
+    """A kernel and what is known of it; compared by identity, so caches can be keyed on it."""
+
+    __slots__ = ("abi", "genuine", "kernel")
+
+    def __init__(self, kernel: Kernel, abi: FlashInferABI, *, genuine: bool = False) -> None:
+        self.kernel = kernel
+        self.abi = abi
+        self.genuine = genuine
+        """Whether it is FlashInfer's own code, which runs on a GPU only."""
+
+
+class _Probe:
+    """Describe the installed FlashInfer.
+
+    Call it as ``probe()`` or ``probe(static=True)``.
+
+    Parameters
+    ----------
+    static : bool
+        Read the installed file instead of importing it; imports neither flashinfer nor torch,
+        so it answers where ``import flashinfer`` fails.
+
+    Returns
+    -------
+    FlashInferABI
+        Cached until `cache_clear`. ``FI_DCP_COMPAT_ASSUME_VERSION`` overrides the version.
+
+    Raises
+    ------
+    FlashInferNotFoundError
+        No flashinfer is installed.
+    FlashInferImportError
+        It is installed, but importing it raises; ``__cause__`` is what it raised.
+    FlashInferSignatureError
+        It has no function of that name.
+    """
+
+    def __call__(self, *, static: bool = False) -> FlashInferABI:
+        return _static_abi() if static else bind_kernel().abi
+
+    def cache_clear(self) -> None:
+        """Forget what was found; the next call looks again."""
+        _bind.cache_clear()
+        _static_abi.cache_clear()
+
+
+probe = _Probe()
+
+# The kernel that a test installed (testing.use_kernel), the only state besides the caches.
+_installed: Binding | None = None
+
+
+def install_kernel(binding: Binding | None) -> Binding | None:
+    """Put `binding` in FlashInfer's place and return what was there; None: FlashInfer again."""
+    global _installed
+    previous, _installed = _installed, binding
+    return previous
+
+
+def bind_kernel() -> Binding:
+    """Look FlashInfer's function up where stacks and their tests find and patch it."""
+    if _installed is not None:
+        return _installed
+    module = sys.modules.get("flashinfer.decode") or _import_decode()
+    kernel = getattr(module, FUNCTION, None)
+    if kernel is None:
+        raise _function_gone(str(getattr(module, "__file__", "flashinfer.decode")))
+    return _bind(kernel)
+
+
+@lru_cache(maxsize=16)
+def _bind(kernel: Kernel) -> Binding:
+    import inspect
+
+    abi = describe_kernel(kernel, _live_version())
+    package = getattr(sys.modules.get("flashinfer"), "__path__", None)
+    code = getattr(inspect.unwrap(kernel), "__code__", None)
+    genuine = bool(package and code and Path(code.co_filename).is_relative_to(next(iter(package))))
+    return Binding(kernel, abi, genuine=genuine)
+
+
+def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
+    """Read a callable's own signature; one that shows none is unreadable, never supported."""
+    import inspect
+
+    parameters: tuple[Parameter, ...] = ()
+    unreadable = ""
+    try:
+        signature = inspect.signature(kernel)
+    except (TypeError, ValueError) as exc:
+        unreadable = f"{type(kernel).__name__}: {exc}"
+    else:
+        parameters = tuple(
+            Parameter(
+                parameter.name,
+                None if parameter.default is parameter.empty else repr(parameter.default),
+                parameter.kind.name,
+            )
+            for parameter in signature.parameters.values()
+        )
+        if all(parameter.kind.startswith("VAR_") for parameter in parameters):
+            unreadable = f"{type(kernel).__name__} with the signature {signature}"
+            parameters = ()
+    inner = inspect.unwrap(kernel)
+    return FlashInferABI(
+        version=version,
+        parameters=parameters,
+        entry_point=f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__name__', '?')}",
+        source="live",
+        companions=_companions(),
+        unreadable=unreadable,
+    )
+
+
+def assumed_version() -> str | None:
+    """Return ``FI_DCP_COMPAT_ASSUME_VERSION`` if set; InvalidInputError if no version."""
+    value = os.environ.get(ASSUME_VERSION)
+    if not value:
+        return None
+    if _parse(value) is None:
+        raise InvalidInputError(
+            f"{ASSUME_VERSION} is not a version.",
+            found=f"{ASSUME_VERSION}={value!r}.",
+            needed=f"a release of {DISTRIBUTION}, for example 0.7.4.",
+            fix=f"unset {ASSUME_VERSION}, or set it to the release the installed code stands for.",
+            argument=ASSUME_VERSION,
+            value=value,
+        )
+    return value
+
+
+def _live_version() -> str:
+    assumed = assumed_version()
+    if assumed is not None:
+        return assumed
+    version = getattr(sys.modules.get("flashinfer"), "__version__", None)
+    return _known_version(version if isinstance(version, str) else None)
+
+
+def _known_version(reported: str | None) -> str:
+    # A source build reports 0.0.0+unknown; its distribution may still know.
+    if reported is not None and _parse(reported) is not None:
+        return reported
+    fallback = installed_distributions((DISTRIBUTION,)).get(DISTRIBUTION)
+    if fallback is not None and _parse(fallback) is not None:
+        return fallback
+    return reported or "unknown"
+
+
+def _import_decode() -> object:
+    import importlib
+
+    with warnings.catch_warnings():
+        # Under an "error" filter a warning of FlashInfer's import would look like a broken one.
+        filters = cast("list[tuple[object, ...]]", warnings.filters)
+        filters[:] = [rule for rule in filters if rule[0] != "error"]
+        try:
+            return importlib.import_module("flashinfer.decode")
+        except Exception as exc:
+            if isinstance(exc, ModuleNotFoundError) and exc.name == "flashinfer":
+                raise _not_found() from exc
+            raise import_failure(exc) from exc
+
+
+def _not_found() -> FlashInferNotFoundError:
+    return FlashInferNotFoundError(
+        "FlashInfer is not installed.",
+        found=f"no module flashinfer for {sys.executable}.",
+        needed=f"{DISTRIBUTION} 0.6.17 or newer for native DCP, 0.6.12 or newer without.",
+        fix=f'pip install "{DISTRIBUTION}>=0.6.17", or decode_mla(backend="reference") in tests.',
+        argument="flashinfer",
+    )
+
+
+def _function_gone(where: str) -> FlashInferSignatureError:
+    return FlashInferSignatureError(
+        f"FlashInfer has no {FUNCTION}.",
+        found=f"flashinfer {_live_version()} at {where}, without the function.",
+        needed=f"{DISTRIBUTION} 0.6.12 to the newest release this package knows.",
+        fix=f'pip install --force-reinstall "{DISTRIBUTION}>=0.6.17", or report the new release.',
+        argument=FUNCTION,
+    )
+
+
+def import_failure(exc: Exception) -> FlashInferImportError:
+    """Say why importing an installed FlashInfer failed, and what mends that cause."""
+    installed = installed_distributions((DISTRIBUTION, *COMPANIONS))
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    text = f"{type(exc).__name__}: {exc}"
+    needed = "a FlashInfer that imports on this machine."
+    if "does not match flashinfer version" in text:
+        version = installed.get(DISTRIBUTION, "X")
+        needed = (
+            "companion wheels of the same version as flashinfer-python (0.7.2+ ignores others)."
+        )
+        fix = (
+            f'pip install -U "{DISTRIBUTION}=={version}" '
+            + " ".join(f'"{name}=={version}"' for name in COMPANIONS if name in installed)
+            + " (the companion wheels are on FlashInfer's own package index, not all on PyPI), or"
+            + f" pip uninstall {' '.join(name for name in COMPANIONS if name in installed)}."
+        )
+    elif "not compiled with CUDA" in text or "NVIDIA driver" in text:
+        needed = "a CUDA build of torch and a GPU driver, or 0.7.1 or newer, which imports without."
+        fix = f'pip install -U "{DISTRIBUTION}>=0.7.1", or run on a machine with a GPU.'
+    elif "cutlass" in text:
+        needed = "the nvidia-cutlass-dsl that this FlashInfer was built for."
+        fix = f'pip install -U "{DISTRIBUTION}>=0.6.17" nvidia-cutlass-dsl.'
+    else:
+        fix = "mend the cause below, or reinstall: pip install --force-reinstall flashinfer-python."
+    return FlashInferImportError(
+        "FlashInfer is installed, but importing it fails.",
+        found=f"{text} ({versions or 'no distribution metadata'}).",
+        needed=needed,
+        fix=fix,
+        argument="flashinfer",
+    )
+
+
+def _companions() -> tuple[tuple[str, str], ...]:
+    return tuple(installed_distributions(COMPANIONS).items())
+
+
+@lru_cache(maxsize=1)
+def _static_abi() -> FlashInferABI:
+    package = package_folder()
+    if package is None:
+        raise _not_found()
+    parameters, entry_point = read_parameters(
+        {name: package / name for name in DEFINED_IN if (package / name).is_file()}
+    )
+    if not parameters:
+        raise _function_gone(str(package))
+    return FlashInferABI(
+        version=assumed_version() or _known_version(written_version(package)),
+        parameters=parameters,
+        entry_point=entry_point,
+        source="static",
+        companions=_companions(),
+    )

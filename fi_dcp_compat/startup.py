@@ -1,0 +1,170 @@
+"""What a serving stack asks at start-up, in the words of its own configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from .abi import FlashInferABI
+from .backends import CUTE_DSL_PAGE_SIZES, TRTLLM_GEN_PAGE_SIZES
+from .errors import FlashInferCompatError, InvalidInputError
+from .guards import Backend, check
+from .probing import probe
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Capabilities", "capabilities", "supports_combination", "validate_dcp_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """One release's answers to the questions stacks ask of an attention backend.
+
+    Attributes
+    ----------
+    lse_base_on_e : bool
+        Always True: `decode_mla` returns the natural log unless asked otherwise.
+    can_return_lse_for_decode, supports_dcp : bool
+    supports_dcp_with_varlen : bool
+        Several query tokens a request with DCP, all requests alike.
+    supports_dcp_compact_varlen : bool
+        Requests of different query lengths with DCP (``cum_seq_lens_q``).
+    supports_non_causal_dcp : bool
+        Always False; `flatten_query_rows` makes causal calls of it.
+    query_len_support : {"single_only", "uniform", "varlen"}
+        What a decode without DCP takes.
+    page_sizes, dcp_page_sizes : tuple of int
+        Without and with DCP, tokens per page.
+    compute_capability_majors : tuple of int
+        Of the GPUs that have a kernel; DCP runs on 10 only.
+    """
+
+    lse_base_on_e: bool
+    can_return_lse_for_decode: bool
+    supports_dcp: bool
+    supports_dcp_with_varlen: bool
+    supports_dcp_compact_varlen: bool
+    supports_non_causal_dcp: bool
+    query_len_support: Literal["single_only", "uniform", "varlen"]
+    page_sizes: tuple[int, ...]
+    dcp_page_sizes: tuple[int, ...]
+    compute_capability_majors: tuple[int, ...]
+
+
+def capabilities(abi: FlashInferABI) -> Capabilities:
+    """Return what `decode_mla` can do on `abi`."""
+    features = abi.features
+    runs = features.return_lse and not abi.unreadable
+    return Capabilities(
+        lse_base_on_e=True,
+        can_return_lse_for_decode=runs,
+        supports_dcp=features.native_dcp,
+        supports_dcp_with_varlen=features.native_dcp,
+        supports_dcp_compact_varlen=features.native_dcp and features.varlen_dcp,
+        supports_non_causal_dcp=False,
+        query_len_support="varlen" if features.compact_queries else "uniform",
+        page_sizes=CUTE_DSL_PAGE_SIZES if runs else (),
+        dcp_page_sizes=CUTE_DSL_PAGE_SIZES if features.native_dcp else (),
+        compute_capability_majors=(10, 12) if runs else (),
+    )
+
+
+def supports_combination(
+    *,
+    num_heads: int,
+    page_size: int | None = None,
+    dtype: torch.dtype | str,
+    kv_dtype: torch.dtype | str | None = None,
+    dcp_world_size: int = 1,
+    interleave_size: int = 1,
+    q_len: int = 1,
+    varlen: bool = False,
+    causal: bool = True,
+    backend: Backend = "auto",
+    return_lse: bool = False,
+    sinks: bool = False,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    compute_capability: tuple[int, int] | None = None,
+    abi: FlashInferABI | None = None,
+) -> str | None:
+    """Return why this combination cannot run, as text, or None if it can. It never raises.
+
+    Parameters
+    ----------
+    page_size : int, optional
+        Left out: any page size that every backend takes.
+    abi : FlashInferABI, optional
+        Left out: the installed FlashInfer; one that is absent, broken or old is a reason too.
+
+    The other parameters are those of `check`.
+    """
+    try:
+        found = check(
+            probe() if abi is None and backend != "reference" else abi or _newest(),
+            num_heads=num_heads,
+            q_len=q_len,
+            page_size=TRTLLM_GEN_PAGE_SIZES[-1] if page_size is None else page_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            dcp_world_size=dcp_world_size,
+            interleave_size=interleave_size,
+            causal=causal,
+            backend=backend,
+            varlen=varlen,
+            return_lse=return_lse,
+            sinks=sinks,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            compute_capability=compute_capability,
+        )
+    except FlashInferCompatError as exc:
+        return str(exc)
+    return "\n".join(map(str, found)) or None
+
+
+def _newest() -> FlashInferABI:
+    from .releases import recorded, recorded_versions
+
+    return recorded(recorded_versions()[-1])
+
+
+class ParallelConfig(Protocol):
+    """The two fields of a stack's parallel configuration that DCP depends on."""
+
+    @property
+    def decode_context_parallel_size(self) -> int: ...
+    @property
+    def cp_kv_cache_interleave_size(self) -> int: ...
+
+
+def validate_dcp_config(parallel_config: ParallelConfig) -> None:
+    """Refuse at start-up a parallel configuration whose KV layout cannot be decoded natively.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        ``cp_kv_cache_interleave_size`` is above 1 with more than one DCP rank.
+    InvalidInputError
+        A field is missing, or no int of at least 1.
+    """
+    from .dcp import check_ranks, interleave_reason
+
+    sizes: list[int] = []
+    for name in ("decode_context_parallel_size", "cp_kv_cache_interleave_size"):
+        if not hasattr(parallel_config, name):
+            raise InvalidInputError(
+                f"The parallel configuration has no {name}.",
+                found=f"{type(parallel_config).__name__}.",
+                needed="an object with decode_context_parallel_size and "
+                "cp_kv_cache_interleave_size.",
+                fix="pass the stack's parallel configuration.",
+                argument=name,
+            )
+        sizes.append(getattr(parallel_config, name))
+    world_size, interleave_size = sizes
+    check_ranks(world_size, 0, interleave_size)
+    reason = interleave_reason(world_size, interleave_size)
+    if reason is not None:
+        raise reason.exception()
