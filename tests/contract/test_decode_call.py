@@ -51,11 +51,11 @@ def dcp_call() -> dict[str, Any]:
     }
 
 
-class Dispatched(TorchDispatchMode):
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Counts the tensor operations that are more than views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,27 @@
+"""The README's code runs, and prints what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_code_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out.strip()
+    assert printed
+    assert "\n".join(f"    {line}" for line in printed.splitlines()) in README
+
+
+def test_ci_runs_the_test_command() -> None:
+    command = re.search(r"<!-- test command -->\n```sh\n(.+)\n```", README)
+    assert command is not None
+    assert command[1] == 'pip install -e ".[test]" && pytest'
