@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -58,6 +58,8 @@ class FlashInferABI:
         Installed companion wheels (flashinfer-cubin, flashinfer-jit-cache) and their versions.
     unreadable : str
         Why the signature cannot be read; empty if it can.
+    features : Features
+        What it can do; worked out from the rest.
     """
 
     version: str
@@ -66,6 +68,11 @@ class FlashInferABI:
     source: Literal["live", "static", "recorded"] = "recorded"
     companions: tuple[tuple[str, str], ...] = ()
     unreadable: str = ""
+    features: Features = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        has = {row.name: _present(self, row) for row in FEATURES}
+        object.__setattr__(self, "features", Features(**has))
 
     @property
     def release(self) -> Version | None:
@@ -76,11 +83,6 @@ class FlashInferABI:
     def is_final(self) -> bool:
         """Whether the version is known and neither a pre-release nor a dev build."""
         return self.release is not None and not self.release.is_prerelease
-
-    @property
-    def features(self) -> Features:
-        """What it can do."""
-        return _features(self)
 
     def lacks(self, *keywords: str) -> tuple[str, ...]:
         """Return those of `keywords` that the function has no parameter for."""
@@ -119,11 +121,6 @@ def _parse(version: str) -> Version | None:
         return None
     # A source build without its generated metadata reports 0.0.0+unknown.
     return parsed if parsed.release[:3] != (0, 0, 0) else None
-
-
-@lru_cache(maxsize=64)
-def _features(abi: FlashInferABI) -> Features:
-    return Features(**{row.name: _present(abi, row) for row in FEATURES})
 
 
 def _present(abi: FlashInferABI, row: Feature) -> bool:

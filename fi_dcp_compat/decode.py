@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,126 +21,77 @@ from .features import LseBase
 from .guards import Backend, config_reasons
 from .inputs import Step, invalid, is_tensor
 from .lse import MLAState, check_lse_base
-from .prepared import MLADecoder, Settings
-from .probing import Binding, bind_kernel
-from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
-from .releases import recorded, recorded_versions
+from .plans import Settings, bind
+from .prepared import MLADecoder
+from .probing import Binding
 from .scales import require_scales, skip_softmax_factor
 
 __all__ = ["decode_mla", "prepare_decode_mla"]
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+    class _Arguments(TypedDict, total=False):
+        """The arguments that do not decide the type of the result."""
+
+        workspace_buffer: Required[Tensor]
+        block_tables: Required[Tensor]
+        seq_lens: Required[Tensor]
+        max_seq_len: Required[int]
+        bmm1_scale: Required[float | Tensor]
+        bmm2_scale: float | Tensor | None
+        qk_nope_head_dim: int
+        kv_lora_rank: int
+        qk_rope_head_dim: int
+        causal: bool
+        cum_seq_lens_q: Tensor | None
+        max_q_len: int | None
+        backend: Backend
+        lse_base: LseBase
+        out: Tensor | None
+        lse: Tensor | None
+        sinks: Tensor | Sequence[Tensor] | None
+        skip_softmax_threshold_scale_factor: float | None
+        enable_pdl: bool | None
+        multi_ctas_kv_counter_buffer: Tensor | None
+
+
 @overload
 def decode_mla(
     query: Tensor,
     kv_cache: Tensor,
     *,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor | None = None,
-    qk_nope_head_dim: int = 128,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
     dcp: DCP,
-    causal: bool = True,
-    cum_seq_lens_q: Tensor | None = None,
-    max_q_len: int | None = None,
-    backend: Backend = "auto",
     return_lse: bool = False,
-    lse_base: LseBase = "e",
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    sinks: Tensor | Sequence[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    **arguments: Unpack[_Arguments],
 ) -> MLAState: ...
 @overload
 def decode_mla(
     query: Tensor,
     kv_cache: Tensor,
     *,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor | None = None,
-    qk_nope_head_dim: int = 128,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
     dcp: DCP | None = None,
-    causal: bool = True,
-    cum_seq_lens_q: Tensor | None = None,
-    max_q_len: int | None = None,
-    backend: Backend = "auto",
     return_lse: Literal[True],
-    lse_base: LseBase = "e",
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    sinks: Tensor | Sequence[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    **arguments: Unpack[_Arguments],
 ) -> MLAState: ...
 @overload
 def decode_mla(
     query: Tensor,
     kv_cache: Tensor,
     *,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor | None = None,
-    qk_nope_head_dim: int = 128,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
     dcp: None = None,
-    causal: bool = True,
-    cum_seq_lens_q: Tensor | None = None,
-    max_q_len: int | None = None,
-    backend: Backend = "auto",
     return_lse: Literal[False] = False,
-    lse_base: LseBase = "e",
-    out: Tensor | None = None,
-    lse: None = None,
-    sinks: Tensor | Sequence[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    **arguments: Unpack[_Arguments],
 ) -> Tensor: ...
 @overload
 def decode_mla(
     query: Tensor,
     kv_cache: Tensor,
     *,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor | None = None,
-    qk_nope_head_dim: int = 128,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
     dcp: DCP | None = None,
-    causal: bool = True,
-    cum_seq_lens_q: Tensor | None = None,
-    max_q_len: int | None = None,
-    backend: Backend = "auto",
     return_lse: bool = False,
-    lse_base: LseBase = "e",
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-    sinks: Tensor | Sequence[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    **arguments: Unpack[_Arguments],
 ) -> Tensor | MLAState: ...
 def decode_mla(
     query: Tensor,
@@ -203,7 +154,7 @@ def decode_mla(
         The largest query length; required with `cum_seq_lens_q`. Without it, it asserts that a
         flat query has ``B * max_q_len`` tokens.
     backend : {"auto", "trtllm-gen", "cute-dsl", "xqa", "reference"}
-        "reference" is plain torch and runs anywhere; auto never picks it. DCP runs on cute-dsl.
+        "reference" is plain torch, never picked by auto. DCP runs on cute-dsl.
     return_lse : bool
         Return an `MLAState`; so does any `dcp`.
     lse_base : {"e", "2"}
@@ -241,7 +192,7 @@ def decode_mla(
     NotPreparedError
         Under CUDA-graph capture with a kernel that was never run eagerly (0.7.4).
     """
-    binding = _bind(backend)
+    binding = bind(backend)
     check_lse_base(lse_base)
     if not is_tensor(query):
         invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
@@ -320,7 +271,7 @@ def prepare_decode_mla(
     """
     check_ranks(dcp_world_size, dcp_rank, interleave_size)
     check_lse_base(lse_base)
-    binding = _bind(backend)
+    binding = bind(backend)
     settings = Settings(
         page_size=page_size,
         dtype=dtype,
@@ -340,6 +291,7 @@ def prepare_decode_mla(
         skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
         enable_pdl=enable_pdl,
     )
+    settings.require_types()
     raise_first(config_reasons(binding.abi, settings.config()))
     require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
     return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks)
@@ -347,16 +299,5 @@ def prepare_decode_mla(
 
 @lru_cache(maxsize=256)
 def _prepared(binding: Binding, settings: Settings) -> MLADecoder:
+    settings.require_types()
     return MLADecoder(binding, settings)
-
-
-@lru_cache(maxsize=1)
-def _reference_binding() -> Binding:
-    # The reference takes the newest recorded release's keywords; a test holds it to that.
-    return Binding(reference_kernel, recorded(recorded_versions()[-1]))
-
-
-def _bind(backend: str) -> Binding:
-    if not isinstance(backend, str):
-        invalid("backend", "must be a string", backend, "a backend's name", "pass 'auto'")
-    return _reference_binding() if backend == "reference" else bind_kernel()

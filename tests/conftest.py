@@ -11,12 +11,9 @@ from fi_dcp_compat import decode, prepared, probe
 def _fresh_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in ("FI_DCP_COMPAT_ASSUME_VERSION", "FI_DCP_COMPAT_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
-    _clear()
+    caches = (probe, prepared._gpu, decode._prepared)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    _clear()
-
-
-def _clear() -> None:
-    probe.cache_clear()
-    prepared._gpu.cache_clear()
-    decode._prepared.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

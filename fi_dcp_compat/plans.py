@@ -1,0 +1,132 @@
+"""The static half of a call: its kernel, its settings, and the plan for one shape of query."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .abi import FlashInferABI
+from .backends import Config
+from .features import LseBase
+from .guards import Backend, dtype_name
+from .inputs import invalid, require_int
+from .probing import Binding, bind_kernel
+from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
+from .releases import recorded, recorded_versions
+from .routing import Route, route
+
+__all__ = ["Plan", "Settings", "bind", "make_plan"]
+
+
+class Settings(NamedTuple):
+    """What is known before the step, and the key under which a preparation is kept."""
+
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    dcp_world_size: int
+    dcp_rank: int
+    interleave_size: int
+    causal: bool
+    backend: Backend
+    return_lse: bool
+    lse_base: LseBase
+    sinks: bool
+    tensor_scales: bool
+    skip_softmax: float | None
+    enable_pdl: bool | None
+
+    def require_types(self) -> None:
+        """Raise InvalidInputError unless each setting is of its type."""
+        for name, low in (("qk_nope_head_dim", 0), ("kv_lora_rank", 1), ("qk_rope_head_dim", 0)):
+            require_int(name, getattr(self, name), low)
+        switches = (
+            ("causal", "return_lse")
+            if self.enable_pdl is None
+            else ("causal", "return_lse", "enable_pdl")
+        )
+        for name in switches:
+            if type(getattr(self, name)) is not bool:
+                invalid(name, "must be a bool", getattr(self, name), "True or False", "pass one")
+        for name in ("dtype", "kv_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                needed = "a torch.dtype"
+                invalid(
+                    name, f"must be {needed}", getattr(self, name), needed, "pass torch.bfloat16"
+                )
+
+    def config(self) -> Config:
+        """Return the configuration as far as it is known: one head, one query token."""
+        return Config(
+            num_heads=1,
+            q_len=1,
+            page_size=self.page_size,
+            dtype=dtype_name(self.dtype),
+            kv_dtype=dtype_name(self.kv_dtype),
+            dcp_world_size=self.dcp_world_size,
+            interleave_size=self.interleave_size,
+            causal=self.causal,
+            backend=self.backend,
+            return_lse=self.return_lse,
+            sinks=self.sinks,
+            skip_softmax=self.skip_softmax is not None,
+            tensor_scales=self.tensor_scales,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+        )
+
+
+class Plan(NamedTuple):
+    """What one shape of call needs: its route, and the keywords that no step changes."""
+
+    route: Route
+    keywords: dict[str, object]
+    out_dtype: torch.dtype
+    strided_tables: bool
+
+
+def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
+    """Route `config`, or raise why it cannot run, and gather what no step changes."""
+    path = route(abi, config, settings.lse_base)
+    keywords: dict[str, object] = {
+        "qk_nope_head_dim": settings.qk_nope_head_dim,
+        "kv_lora_rank": settings.kv_lora_rank,
+        "qk_rope_head_dim": settings.qk_rope_head_dim,
+        "backend": path.backend,
+    }
+    if settings.return_lse:
+        keywords["return_lse"] = True
+    if path.return_lse_base is not None:
+        keywords["return_lse_base"] = path.return_lse_base
+    if settings.dcp_world_size > 1:
+        keywords["enable_dcp"] = True
+        keywords["cp_world"] = settings.dcp_world_size
+        keywords["cp_rank"] = settings.dcp_rank
+    if settings.skip_softmax is not None:
+        keywords["skip_softmax_threshold_scale_factor"] = settings.skip_softmax
+    if settings.enable_pdl is not None:
+        keywords["enable_pdl"] = settings.enable_pdl
+    out_dtype = torch.bfloat16
+    if path.backend == "reference" and settings.dtype is torch.float32:
+        out_dtype = torch.float32
+    elif path.backend == "cute-dsl" and not abi.features.cute_dsl_bf16_out:
+        out_dtype = torch.float16 if settings.dtype is torch.float16 else torch.bfloat16
+    return Plan(path, keywords, out_dtype, strided_tables=path.may_run == ("cute-dsl",))
+
+
+@lru_cache(maxsize=1)
+def _reference_binding() -> Binding:
+    # The reference takes the newest recorded release's keywords; a test holds it to that.
+    return Binding(reference_kernel, recorded(recorded_versions()[-1]))
+
+
+def bind(backend: str) -> Binding:
+    """Return the kernel that `backend` names: the torch reference, or FlashInfer's function."""
+    if not isinstance(backend, str):
+        invalid("backend", "must be a string", backend, "a backend's name", "pass 'auto'")
+    return _reference_binding() if backend == "reference" else bind_kernel()

@@ -1,0 +1,336 @@
+"""The call's own behaviour: layouts, look-up of the kernel, buffers, empty batches, bases."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fi_dcp_compat import (
+    DCP,
+    FlashInferSignatureError,
+    FlashInferVersionError,
+    InvalidInputError,
+    MLAState,
+    NotPreparedError,
+    UnsupportedConfigError,
+    decode_mla,
+    prepare_decode_mla,
+    prepared,
+    probe,
+    recorded,
+)
+from fi_dcp_compat.abi import FUNCTION
+from fi_dcp_compat.testing import use_kernel
+from tests.hostsim.batches import random_batch
+from tests.support import RELEASES, call, dcp_of, mock_kernel, mock_of
+
+COMPACT: dict[str, Any] = {
+    "query": torch.zeros(4, 16, 576).bfloat16(),
+    "cum_seq_lens_q": torch.tensor([0, 1, 4], dtype=torch.int32),
+    "max_q_len": 3,
+}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("layout", ["4-D", "flat", "compact"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_result_follows_the_querys_layout(version: str, layout: str, return_lse: bool) -> None:
+    given = call(q_len=3)
+    shape: tuple[int, ...] = (2, 3, 16)
+    if layout == "flat":
+        given, shape = call(query=given["query"].flatten(0, 1)), (6, 16)
+    elif layout == "compact":
+        given, shape = call(**COMPACT), (4, 16)
+    with use_kernel(mock_kernel(version), recorded(version)):
+        old = version in ("0.6.12", "0.6.13")
+        if layout == "compact" and (old or (return_lse and version in ("0.6.14", "0.6.15"))):
+            needed = r"0\.6\.14" if old else r"0\.6\.16|cum_seq_lens_q"
+            with pytest.raises((FlashInferVersionError, UnsupportedConfigError), match=needed):
+                decode_mla(**given, return_lse=return_lse)
+            return
+        result = decode_mla(**given, return_lse=return_lse)
+    if not return_lse:
+        assert isinstance(result, Tensor)
+        assert result.shape == (*shape, 512)
+        return
+    assert isinstance(result, MLAState)
+    assert (result.out.shape, result.lse.shape) == ((*shape, 512), shape)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("backend", ["auto", "trtllm-gen", "cute-dsl"])
+@pytest.mark.parametrize(("base", "expected"), [("e", 1.0), ("2", 1.0 / math.log(2))])
+def test_the_lse_comes_in_the_base_asked_for(
+    version: str, backend: Any, base: Any, expected: float
+) -> None:
+    # The kernel writes the same LSE, 1 in natural log, in the base that it really has.
+    abi = recorded(version)
+
+    def kernel(**got: Any) -> Any:
+        assert got["backend"] != "auto" or "return_lse_base" in got or version == "0.6.12"
+        natural = torch.ones(2, 16)
+        binary = got["backend"] in ("trtllm-gen", "auto")
+        if "return_lse_base" in got:
+            binary = got["return_lse_base"] == "base2"
+        lse = natural / math.log(2) if binary else natural
+        return torch.ones(2, 1, 16, 512, dtype=torch.bfloat16), lse
+
+    with use_kernel(kernel, abi):
+        if version == "0.6.12" and backend == "cute-dsl":
+            with pytest.raises(FlashInferVersionError, match=r"LSE from cute-dsl"):
+                decode_mla(**call(), backend=backend, return_lse=True)
+            return
+        state = decode_mla(**call(), backend=backend, return_lse=True, lse_base=base)
+    torch.testing.assert_close(state.lse, torch.full((2, 1, 16), expected))
+
+
+def test_the_conversion_is_in_place_in_the_callers_buffer() -> None:
+    lse = torch.empty(2, 1, 16)
+    with use_kernel(mock_kernel("0.7.0"), recorded("0.7.0")):
+        state = decode_mla(**call(), backend="trtllm-gen", return_lse=True, lse=lse)
+    assert state.lse is lse
+    torch.testing.assert_close(lse, torch.full((2, 1, 16), math.log(2)))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_kernel_gets_the_callers_buffers_in_its_own_layout(flat: bool) -> None:
+    shape = (6, 16) if flat else (2, 3, 16)
+    out, lse = torch.empty(*shape, 512, dtype=torch.bfloat16), torch.empty(shape)
+    given = call(q_len=3)
+    if flat:
+        given["query"] = given["query"].flatten(0, 1)
+    kernel = mock_kernel("0.6.17")
+    with use_kernel(kernel, recorded("0.6.17")):
+        state = decode_mla(**given, dcp=dcp_of(), out=out, lse=lse)
+    got = kernel.call_args.kwargs
+    assert (got["out"].shape, got["lse"].shape) == ((2, 3, 16, 512), (6, 16))
+    assert got["out"].data_ptr() == out.data_ptr()
+    assert got["lse"].data_ptr() == lse.data_ptr()
+    assert state.out is out
+    assert state.lse is lse
+
+
+def test_a_cache_with_a_head_axis_is_passed_as_it_is() -> None:
+    kernel, given = mock_kernel("0.7.4"), call()
+    four_d = given["kv_cache"].unsqueeze(1)
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**(given | {"kv_cache": four_d}))
+        assert kernel.call_args.kwargs["kv_cache"] is four_d
+        decode_mla(**given)
+    assert kernel.call_args.kwargs["kv_cache"].shape == four_d.shape
+
+
+def test_one_layers_view_of_a_pool_of_layers_is_a_cache() -> None:
+    pool = torch.zeros(4, 3, 64, 576).bfloat16()
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**call(kv_cache=pool[:, 1]))
+    assert kernel.call_args.kwargs["kv_cache"].stride(0) == 3 * 64 * 576
+
+
+@pytest.mark.parametrize("dcp", [False, True])
+@pytest.mark.parametrize("layout", ["4-D", "flat", "compact"])
+def test_an_empty_batch_gives_empty_results_without_a_kernel_call(dcp: bool, layout: str) -> None:
+    given = call(batch=0, block_tables=torch.zeros(0, 2, dtype=torch.int32))
+    shape: tuple[int, ...] = (0, 1, 16)
+    if layout != "4-D":
+        given["query"], shape = torch.zeros(0, 16, 576).bfloat16(), (0, 16)
+    if layout == "compact":
+        given |= {"cum_seq_lens_q": torch.zeros(1, dtype=torch.int32), "max_q_len": 1}
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        state = decode_mla(**given, dcp=dcp_of(batch=0) if dcp else None, return_lse=True)
+    kernel.assert_not_called()
+    assert (state.out.shape, state.out.dtype) == ((*shape, 512), torch.bfloat16)
+    assert (state.lse.shape, state.lse.dtype) == (shape, torch.float32)
+
+
+def test_an_empty_batch_is_still_refused_where_the_configuration_is() -> None:
+    # Another rank of the group, with requests, would raise: this one must too.
+    given = call(batch=0, block_tables=torch.zeros(0, 2, dtype=torch.int32))
+    with (
+        use_kernel(mock_kernel("0.6.16"), recorded("0.6.16")),
+        pytest.raises(FlashInferVersionError, match=r"0\.6\.17"),
+    ):
+        decode_mla(**given, dcp=dcp_of(batch=0))
+
+
+def test_a_group_of_one_is_the_path_without_dcp_and_returns_the_lse() -> None:
+    kernel = mock_kernel("0.6.16")
+    with use_kernel(kernel, recorded("0.6.16")):
+        state = decode_mla(**call(), dcp=DCP(1, 0, torch.tensor([7, 7], dtype=torch.int32), 64))
+    assert isinstance(state, MLAState)
+    assert "enable_dcp" not in kernel.call_args.kwargs
+    assert kernel.call_args.kwargs["return_lse"] is True
+
+
+def test_a_non_causal_block_becomes_rows_of_one_token() -> None:
+    given = call(q_len=3, seq_lens=torch.tensor([5, 7], dtype=torch.int32))
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        out = decode_mla(**given, causal=False)
+        got = kernel.call_args.kwargs
+        assert out.shape == (2, 3, 16, 512)
+        assert got["query"].shape == (6, 1, 16, 576)
+        assert got["seq_lens"].tolist() == [5, 5, 5, 7, 7, 7]
+        assert got["block_tables"].tolist() == [[0, 1]] * 3 + [[2, 3]] * 3
+        decode_mla(**call(q_len=1), causal=False)
+    assert kernel.call_args.kwargs["query"].shape == (2, 1, 16, 576)
+
+
+def test_xqa_gets_the_softmax_scale_without_the_output_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    monkeypatch.setattr(prepared, "_gpu", lambda device: prepared._Gpu((12, 0), 148))
+    kernel = mock_kernel("0.7.4")
+    out = torch.empty(2, 1, 128, 512, dtype=torch.bfloat16)
+    given = call(heads=128, dtype=torch.float8_e4m3fn, bmm1_scale=0.1, bmm2_scale=0.5, out=out)
+    with use_kernel(kernel, recorded("0.7.4")):
+        assert decode_mla(**given) is out
+    got = kernel.call_args.kwargs
+    # mla_sm120.cu:464 multiplies the scores by both scales.
+    assert got["bmm1_scale"] * got["bmm2_scale"] == pytest.approx(0.1)
+    assert got["bmm2_scale"] == 0.5
+    assert got["backend"] == "xqa"
+    assert got["out"].shape == (2, 128, 512)
+
+
+def test_the_function_is_found_where_stacks_patch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.decode")
+    package.__dict__.update(__version__="0.6.17", __path__=[], decode=module)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
+    first, second = mock_kernel("0.6.17"), mock_kernel("0.6.17")
+    monkeypatch.setattr(module, FUNCTION, first, raising=False)
+    decode_mla(**call(), dcp=dcp_of())
+    # No cache_clear: what is kept is kept per function object.
+    monkeypatch.setattr(module, FUNCTION, second)
+    decode_mla(**call(), dcp=dcp_of())
+    assert (first.call_count, second.call_count) == (1, 1)
+    monkeypatch.setattr(module, FUNCTION, mock_of(recorded("0.6.16")))
+    with pytest.raises(FlashInferSignatureError, match="cp_rank"):
+        decode_mla(**call(), dcp=dcp_of())
+    assert probe().version == "0.6.17"
+
+
+def test_use_kernel_reads_the_abi_from_the_signature_and_puts_everything_back() -> None:
+    outer, inner = mock_kernel("0.7.4"), mock_kernel("0.6.16")
+    with use_kernel(outer) as abi:
+        assert abi.parameters == recorded("0.7.4").parameters
+        with use_kernel(inner), pytest.raises(FlashInferVersionError, match="unknown version"):
+            decode_mla(**call(), dcp=dcp_of())
+        decode_mla(**call(), dcp=dcp_of())
+    assert (outer.call_count, inner.call_count) == (1, 0)
+
+
+def test_a_kernel_without_an_lse_is_named() -> None:
+    def kernel(**got: Any) -> Any:
+        return torch.ones(2, 1, 16, 512)
+
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(FlashInferSignatureError, match="returned no LSE"),
+    ):
+        decode_mla(**call(), dcp=dcp_of())
+
+
+def test_other_errors_of_the_kernel_pass_through() -> None:
+    def kernel(**got: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with use_kernel(kernel, recorded("0.7.4")), pytest.raises(RuntimeError) as raised:
+        decode_mla(**call())
+    assert type(raised.value) is RuntimeError
+
+
+@pytest.mark.parametrize(("version", "named"), [("0.7.1", False), ("0.7.2", True), ("0.7.4", True)])
+def test_not_prepared_names_max_seq_len_where_it_is_part_of_the_key(
+    version: str, named: bool
+) -> None:
+    def kernel(**got: Any) -> Any:
+        raise RuntimeError("CuTe DSL MLA must be prepared before CUDA graph capture")
+
+    with (
+        use_kernel(kernel, recorded(version)),
+        pytest.raises(NotPreparedError, match="inside a CUDA-graph capture") as raised,
+    ):
+        decode_mla(**call(), dcp=dcp_of())
+    assert ("keep max_seq_len constant" in raised.value.fix) is named
+
+
+def test_the_reference_is_never_picked_by_auto_and_never_replaced() -> None:
+    requests = random_batch([2, 2], [37, 60], page_size=64, num_heads=16)
+    given: dict[str, Any] = {"query": requests.query(), "bmm1_scale": requests.scale}
+    given |= {"workspace_buffer": torch.empty(0, dtype=torch.int8), **requests.paged()}
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        out = decode_mla(**given, backend="reference")
+    kernel.assert_not_called()
+    expected = requests.expected()[0] / requests.output_scale
+    torch.testing.assert_close(out.double().flatten(0, 1), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_a_prepared_decoder_refuses_at_start_up_what_no_step_can_mend() -> None:
+    settings: dict[str, Any] = {"page_size": 64, "dtype": torch.bfloat16, "bmm1_scale": 0.1}
+    with use_kernel(mock_kernel("0.6.16"), recorded("0.6.16")):
+        prepare_decode_mla(**settings)
+        with pytest.raises(FlashInferVersionError, match=r"0\.6\.17"):
+            prepare_decode_mla(**settings, dcp_world_size=8, dcp_rank=3)
+        with pytest.raises(UnsupportedConfigError, match="pages of 256 tokens"):
+            prepare_decode_mla(**(settings | {"page_size": 256}))
+        with pytest.raises(InvalidInputError, match="bmm2_scale must be given"):
+            prepare_decode_mla(**(settings | {"dtype": torch.float8_e4m3fn}))
+
+
+def test_a_prepared_decoder_calls_the_kernel_like_decode_mla() -> None:
+    kernel, given = mock_kernel("0.7.4"), call(q_len=2, heads=24)
+    dcp = dcp_of()
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**given, dcp=dcp)
+        once = kernel.call_args.kwargs
+        decoder = prepare_decode_mla(
+            page_size=64,
+            dtype=torch.bfloat16,
+            dcp_world_size=8,
+            dcp_rank=3,
+            bmm1_scale=given["bmm1_scale"],
+        )
+        result = decoder.run(
+            given["query"],
+            given["kv_cache"],
+            given["block_tables"],
+            given["seq_lens"],
+            given["max_seq_len"],
+            given["workspace_buffer"],
+            causal_seqlens_kv_global=dcp.causal_seqlens_kv_global,
+        )
+    assert [tuple(t.shape) for t in result if t is not None] == [(2, 2, 24, 512), (2, 2, 24)]
+    again = kernel.call_args.kwargs
+    assert once.keys() == again.keys()
+    for name, value in once.items():
+        if name == "kv_cache":
+            assert again[name].data_ptr() == value.data_ptr()
+        else:
+            assert again[name] is value or again[name] == value
+
+
+def test_a_prepared_decoder_refuses_another_cache() -> None:
+    with use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")):
+        decoder = prepare_decode_mla(page_size=64, dtype=torch.bfloat16, bmm1_scale=0.1)
+        given = call(page_size=32)
+        with pytest.raises(UnsupportedConfigError, match=r"\[num_pages, 64, 576\]"):
+            decoder.run(
+                given["query"],
+                given["kv_cache"],
+                given["block_tables"],
+                given["seq_lens"],
+                7,
+                given["workspace_buffer"],
+            )
