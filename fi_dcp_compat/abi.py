@@ -77,7 +77,7 @@ class FlashInferABI:
     @property
     def release(self) -> Version | None:
         """The version, parsed; None if it is unknown or cannot be read."""
-        return _parse(self.version)
+        return parse_version(self.version)
 
     @property
     def is_final(self) -> bool:
@@ -114,7 +114,8 @@ class FlashInferABI:
 
 
 @lru_cache(maxsize=64)
-def _parse(version: str) -> Version | None:
+def parse_version(version: str) -> Version | None:
+    """Return the version, or None if it says nothing of the release."""
     try:
         parsed = Version(version)
     except InvalidVersion:
@@ -124,7 +125,7 @@ def _parse(version: str) -> Version | None:
 
 
 def _present(abi: FlashInferABI, row: Feature) -> bool:
-    if abi.lacks(*row.keywords):
+    if abi.unreadable or abi.lacks(*row.keywords):
         return False
     release, since = abi.release, Version(row.since)
     if release is not None and (abi.is_final or release >= since):
@@ -158,14 +159,21 @@ def missing_feature(
         What to do on this release; it follows the upgrade command.
     """
     row = ROWS[name]
-    if _present(abi, row):
+    if getattr(abi.features, name):
         return None
+    if abi.unreadable:
+        return Reason(
+            FlashInferVersionError,
+            "kernel",
+            f"{asked} cannot tell what this kernel takes.",
+            f"a kernel whose signature cannot be read ({abi.unreadable}).",
+            "FlashInfer's function, or a mock that carries its signature.",
+            "build the mock with unittest.mock.create_autospec of a function that has it.",
+        )
     gone = abi.lacks(*row.keywords)
     fix = upgrade_command(abi, row.since)
     found = abi.describe()
-    if abi.unreadable:
-        found += f", whose signature cannot be read ({abi.unreadable})"
-    elif gone:
+    if gone:
         found += f", whose function lacks {', '.join(gone)}"
     elif abi.is_final and row.keywords:
         found += f", which carries {', '.join(row.keywords)} but is older"

@@ -89,9 +89,10 @@ def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     if config.q_len > 4:
         yield from _feature(abi, "cute_dsl_long_q", f"backend='cute-dsl' with q_len={config.q_len}")
     if config.varlen:
-        yield from _feature(
-            abi, "cute_dsl_compact_queries", "backend='cute-dsl' with cum_seq_lens_q"
-        )
+        asked = "backend='cute-dsl' with cum_seq_lens_q"
+        yield from _feature(abi, "cute_dsl_compact_queries", asked)
+        if abi.features.cute_dsl_compact_queries:
+            yield from _feature(abi, "compact_queries", asked)
     if config.return_lse or config.dcp_world_size > 1:
         yield from _feature(abi, "cute_dsl_lse", "backend='cute-dsl' with return_lse=True")
     if config.sinks and (config.q_len > 1 or config.varlen):
@@ -101,7 +102,7 @@ def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"sinks with q_len={config.q_len}.",
             "one query token: sinks go to the modular kernel, which has no causal mask "
             "(0.7.4 _cute_dsl_common.py:412).",
-            "pass backend='trtllm-gen', or one token a request.",
+            "decode one token a request, or leave sinks out.",
         )
     if config.sinks and config.return_lse:
         yield refused(
@@ -109,7 +110,7 @@ def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             "backend='cute-dsl' returns no LSE with sinks.",
             "sinks with return_lse=True.",
             "one of the two: sinks go to the modular kernel, which has no LSE.",
-            "pass backend='trtllm-gen', or leave sinks out.",
+            "leave one of the two out.",
         )
     yield from _argument_rule(config.skip_softmax, "skip_softmax_threshold_scale_factor", backend)
     yield from _argument_rule(config.tensor_scales, "bmm1_scale", backend, "tensor scales")
@@ -138,7 +139,7 @@ def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"backend='trtllm-gen' cannot tile {config.num_heads} query heads.",
             f"num_heads={config.num_heads} on {abi.describe()}.",
             "1 to 64, or a multiple of 64." if padded else "1 to 16, 32, 48, or a multiple of 64.",
-            "pass backend='cute-dsl' (1 to 128 heads) or 'auto'.",
+            "pad the query to that many heads.",
         )
     if config.varlen:
         yield from _feature(abi, "compact_queries", "decode_mla(cum_seq_lens_q=...)")
@@ -148,7 +149,7 @@ def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
                 "backend='trtllm-gen' returns no LSE for variable-length queries.",
                 "return_lse=True with cum_seq_lens_q.",
                 "one of the two.",
-                "pass backend='cute-dsl' or 'auto', or pad to a uniform query.",
+                "leave one of the two out, or pad to a uniform query.",
             )
     if not abi.features.native_table_width:
         yield from _width_rule(config, backend)
@@ -176,7 +177,7 @@ def _xqa(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"backend='xqa' cannot run {config.num_heads} query heads.",
             f"num_heads={config.num_heads}.",
             f"{XQA_HEADS}.",
-            f"gather the heads to {XQA_HEADS}, or use a GPU with another backend.",
+            f"gather the heads to {XQA_HEADS}.",
         )
     if config.q_len > 1:
         yield refused(
@@ -229,7 +230,9 @@ def _dtype_rule(config: Config, backend: str, allowed: tuple[str, ...]) -> Itera
             f"backend={backend!r} cannot take a {config.dtype} query on a {config.kv_dtype} cache.",
             f"query {config.dtype}, kv_cache {config.kv_dtype}.",
             f"both the same, one of {', '.join(allowed)}.",
-            "cast or quantise the query to the cache's dtype.",
+            "cast or quantise the query to the cache's dtype."
+            if config.kv_dtype in allowed
+            else "keep the cache and the query in one of those.",
         )
 
 
@@ -273,7 +276,7 @@ def _width_rule(config: Config, backend: str) -> Iterator[Reason]:
 
 
 def _feature(abi: FlashInferABI, name: str, asked: str) -> Iterator[Reason]:
-    reason = missing_feature(abi, name, asked=asked, instead="pass backend='trtllm-gen'")
+    reason = missing_feature(abi, name, asked=asked)
     if reason is not None:
         yield reason
 
@@ -288,5 +291,5 @@ def _argument_rule(
             f"backend={backend!r} does not take {what}.",
             f"{what} given.",
             f"no {what}.",
-            "leave it out, or pass backend='trtllm-gen' on a GPU that has it.",
+            "leave it out.",
         )

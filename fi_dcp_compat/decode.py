@@ -159,16 +159,13 @@ def decode_mla(
         Return an `MLAState`; so does any `dcp`.
     lse_base : {"e", "2"}
         Base of the LSE, the same on every release and backend.
-    out : Tensor, [B, q_len, H, kv_lora_rank] or [num_tokens, H, kv_lora_rank], bf16, optional
-        Written and returned; in the query's layout, contiguous.
-    lse : Tensor, [B, q_len, H] or [num_tokens, H], float32, optional
-        Likewise.
+    out, lse : Tensor, optional
+        Written and returned; shaped and typed as the result, contiguous.
     sinks : Tensor, [H], float32, or a sequence of one, optional
         Attention sinks; without DCP.
     skip_softmax_threshold_scale_factor : float, optional
         trtllm-gen only; 0 means off.
-    enable_pdl : bool, optional
-        Programmatic dependent launch; None lets FlashInfer decide.
+    enable_pdl : bool, optional; None lets FlashInfer decide
     multi_ctas_kv_counter_buffer : Tensor, uint8, zeroed once, optional
         trtllm-gen's counters, `counter_bytes` long; forwarded only where they can be used, so a
         stack may always pass its own.

@@ -11,23 +11,19 @@ import re
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
-from .abi import DISTRIBUTION, FlashInferABI, missing_feature
+from .abi import DISTRIBUTION, FlashInferABI, missing_feature, parse_version
 from .errors import FlashInferCompatError
-from .features import ROWS
-from .installed import find_distribution, installed_distributions
-from .probing import COMPANIONS, probe
+from .features import IMPORT_NEEDS_CUDA, ROWS
+from .installed import COMPANIONS, find_distribution, installed_distributions
+from .probing import installed_version, probe
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
 CUTLASS_DSL = "nvidia-cutlass-dsl"
+NO_VERSION_CHECK = "FLASHINFER_DISABLE_VERSION_CHECK"
 PACKAGES = (DISTRIBUTION, *COMPANIONS, CUTLASS_DSL, "torch")
-# Releases whose import reads the GPU's properties at module level and dies without one:
-# AssertionError of a CPU build of torch (gdn_decode_bf16_state.py).
-NEEDS_CUDA_TORCH = (("0.6.8", "0.6.11.post3"), ("0.6.14", "0.7.0.post1"))
-# From here on a companion wheel of another version is ignored with a warning.
-COMPANIONS_MAY_DIFFER = "0.7.2"
 
 
 class Gpu(NamedTuple):
@@ -93,13 +89,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(*, live: bool = False) -> Diagnosis:
-    """Look at this machine.
-
-    Parameters
-    ----------
-    live : bool
-        Import FlashInfer too, and say so if that fails.
-    """
+    """Look at this machine; with `live`, import FlashInfer too and say so if that fails."""
     versions = installed_distributions(PACKAGES)
     reasons: list[Finding] = []
     notes: list[Finding] = []
@@ -113,12 +103,11 @@ def diagnose(*, live: bool = False) -> Diagnosis:
         missing = missing_feature(abi, "native_dcp", asked="Native DCP")
         if missing is not None:
             reasons.append(Finding(f"{missing.summary} Found: {missing.found}", missing.fix))
-        reasons += _import_problems(abi, versions, bool(gpus))
-        companions, harmless = _companion_problems(abi, versions)
+        reasons += _cutlass_problems(abi, versions.get(CUTLASS_DSL))
+        companions, harmless = _companion_problems(versions)
         reasons += companions
         notes += harmless
-    if "torch" not in versions:
-        reasons.append(Finding("torch is not installed.", "pip install torch (a CUDA build)."))
+    reasons += _torch_problems(versions.get("torch"))
     reasons += _gpu_problems(gpus, abi)
     if live and abi is not None:
         try:
@@ -133,37 +122,47 @@ def _finding(exc: FlashInferCompatError) -> Finding:
     return Finding(f"{exc.summary} Found: {exc.found}", exc.fix)
 
 
-def _import_problems(abi: FlashInferABI, versions: dict[str, str], has_gpu: bool) -> list[Finding]:
-    found: list[Finding] = []
-    release = abi.release
-    if release is not None and not has_gpu and _torch_is_cpu_only():
-        for first, last in NEEDS_CUDA_TORCH:
-            if Version(first) <= release <= Version(last):
-                found.append(
-                    Finding(
-                        f"import flashinfer {abi.version} fails with a CPU build of torch "
-                        "(AssertionError: Torch not compiled with CUDA enabled).",
-                        f'pip install -U "{DISTRIBUTION}>=0.7.1", or a CUDA build of torch.',
-                    )
-                )
+def _torch_problems(version: str | None) -> list[Finding]:
+    if version is None:
+        return [Finding("torch is not installed.", "pip install torch (a CUDA build).")]
+    if not _torch_is_cpu_only():
+        return []
+    flashinfer = installed_version()
+    release = parse_version(flashinfer)
+    dies = release is not None and any(
+        Version(first) <= release <= Version(last) for first, last in IMPORT_NEEDS_CUDA
+    )
+    if not dies:
+        problem = f"torch {version} is a CPU build: none of its tensors can be on a GPU."
+        return [Finding(problem, "install a CUDA build of torch.")]
+    return [
+        Finding(
+            f"import flashinfer {flashinfer} fails with a CPU build of torch "
+            "(AssertionError: Torch not compiled with CUDA enabled).",
+            "install a CUDA build of torch; to import without one, "
+            f'pip install -U "{DISTRIBUTION}>={ROWS["imports_without_cuda"].since}".',
+        )
+    ]
+
+
+def _cutlass_problems(abi: FlashInferABI, have: str | None) -> list[Finding]:
     needed = _requirement(CUTLASS_DSL)
-    have = versions.get(CUTLASS_DSL)
     if have is None:
-        found.append(
+        return [
             Finding(
                 f"{CUTLASS_DSL} is not installed; cute-dsl is compiled with it.",
                 f'pip install "{needed or CUTLASS_DSL}".',
             )
+        ]
+    if needed is None or needed.specifier.contains(have, prereleases=True):
+        return []
+    return [
+        Finding(
+            f"{CUTLASS_DSL} {have} does not fit {DISTRIBUTION} {abi.version}, which needs "
+            f"{needed.specifier}.",
+            f'pip install -U "{needed}".',
         )
-    elif needed is not None and not needed.specifier.contains(have, prereleases=True):
-        found.append(
-            Finding(
-                f"{CUTLASS_DSL} {have} does not fit {DISTRIBUTION} {abi.version}, which needs "
-                f"{needed.specifier}.",
-                f'pip install -U "{needed}".',
-            )
-        )
-    return found
+    ]
 
 
 def _requirement(name: str) -> Requirement | None:
@@ -171,7 +170,7 @@ def _requirement(name: str) -> Requirement | None:
     if folder is None:
         return None
     try:
-        text = (folder / "METADATA").read_text(encoding="utf-8")
+        text = (folder / "METADATA").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     for line in re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE):
@@ -184,33 +183,36 @@ def _requirement(name: str) -> Requirement | None:
     return None
 
 
-def _companion_problems(
-    abi: FlashInferABI, versions: dict[str, str]
-) -> tuple[list[Finding], list[Finding]]:
+def _companion_problems(versions: dict[str, str]) -> tuple[list[Finding], list[Finding]]:
+    # FlashInfer compares with its own version, whatever release it is said to stand for.
+    own = installed_version()
+    release = parse_version(own)
     fatal: list[Finding] = []
-    ignored: list[Finding] = []
+    harmless: list[Finding] = []
     for name in COMPANIONS:
         have = versions.get(name)
-        if have is None or _public(have) == _public(abi.version):
+        if have is None or release is None or _fits(name, have, own, release):
             continue
-        problem = f"{name} {have} is not of the version of {DISTRIBUTION} {abi.version}"
+        problem = f"{name} {have} is not of the version of {DISTRIBUTION} {own}"
         fix = (
-            f'pip install "{name}=={abi.version}" (from FlashInfer\'s own package index; not every '
+            f'pip install "{name}=={own}" (from FlashInfer\'s own package index; not every '
             f"version is on PyPI), or pip uninstall {name}."
         )
-        may_differ = abi.release is None or abi.release >= Version(COMPANIONS_MAY_DIFFER)
-        if may_differ or os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"):
-            ignored.append(Finding(f"{problem}; FlashInfer ignores it.", fix))
+        if os.environ.get(NO_VERSION_CHECK):
+            harmless.append(Finding(f"{problem}; {NO_VERSION_CHECK} lets it pass.", fix))
+        elif release >= Version(ROWS["companions_may_differ"].since):
+            harmless.append(Finding(f"{problem}; FlashInfer ignores it.", fix))
         else:
             fatal.append(Finding(f"{problem}: import flashinfer raises RuntimeError.", fix))
-    return fatal, ignored
+    return fatal, harmless
 
 
-def _public(version: str) -> str:
-    try:
-        return Version(version).public
-    except InvalidVersion:
-        return version
+def _fits(name: str, have: str, own: str, release: Version) -> bool:
+    if name == "flashinfer-jit-cache":
+        # jit/env.py compares prefixes until 0.7.0, then all but the local part.
+        exact = release >= Version(ROWS["jit_cache_exact"].since)
+        return have == own or have.startswith(f"{own}+" if exact else own)
+    return have == own
 
 
 def _gpu_problems(gpus: list[Gpu], abi: FlashInferABI | None) -> list[Finding]:
@@ -243,7 +245,9 @@ def _torch_is_cpu_only() -> bool:
     if folder is None:
         return False
     try:
-        text = (folder.parent / "torch" / "version.py").read_text(encoding="utf-8")
+        text = (folder.parent / "torch" / "version.py").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         return False
     return bool(re.search(r"^cuda(?::.*)?\s*=\s*None", text, re.MULTILINE))

@@ -54,7 +54,8 @@ class FlashInferCompatError(RuntimeError):
         self.needed = needed
         self.fix = fix
         self.argument = argument
-        self.value = value
+        # Plain values only: these errors are pickled, and must not keep a tensor alive.
+        self.value = value if isinstance(value, (int, float, str, type(None))) else repr(value)
         self.reasons = tuple(reasons)
         super().__init__(summary)
 

@@ -102,9 +102,30 @@ FEATURES = (
         "cute-dsl kernels for 10.7",
         "no softmax branch for it before; 0.7.4 mla_decode_fp16.py:2974",
     ),
+    Feature(
+        "jit_cache_exact",
+        "0.7.0",
+        (),
+        "whole comparison of the jit-cache wheel's version",
+        "0.7.0 jit/env.py:147",
+    ),
     Feature("varlen_dcp", "0.7.0", (), "compact variable-length queries with DCP", "#4719"),
     Feature(
+        "imports_without_cuda",
+        "0.7.1",
+        (),
+        "import on a CPU build of torch, for good",
+        "see IMPORT_NEEDS_CUDA",
+    ),
+    Feature(
         "return_lse_base", "0.7.1", ("return_lse_base",), "choice of the LSE base", "#4485, #4650"
+    ),
+    Feature(
+        "companions_may_differ",
+        "0.7.2",
+        (),
+        "import beside companion wheels of another version",
+        "0.7.2 jit/env.py warns where 0.7.1 raised",
     ),
     Feature(
         "max_seq_len_compiles",
@@ -124,6 +145,10 @@ FEATURES = (
 )
 
 OLDEST_RELEASE = FEATURES[0].since
+
+# First and last releases whose import reads the GPU's properties at module level, and dies of a
+# CPU build of torch with an AssertionError (gdn_kernels/gdn_decode_bf16_state.py).
+IMPORT_NEEDS_CUDA = (("0.6.8", "0.6.11.post3"), ("0.6.14", "0.7.0.post1"))
 
 # Keywords that no row above is about; they too prove a release to one whose version is unknown.
 _OTHER_KEYWORDS = {
@@ -158,8 +183,11 @@ class Features:
     native_table_width: bool
     native_dcp: bool
     cute_dsl_sm107: bool
+    jit_cache_exact: bool
     varlen_dcp: bool
+    imports_without_cuda: bool
     return_lse_base: bool
+    companions_may_differ: bool
     max_seq_len_compiles: bool
     splits_48: bool
     splits_128: bool

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
 from .abi import DISTRIBUTION, FUNCTION, FlashInferABI, missing_feature
 from .backends import BACKENDS, RULES, Config, arch_reason, refused
-from .errors import FlashInferSignatureError, FlashInferVersionError, Reason
+from .errors import FlashInferSignatureError, Reason
 from .features import ROWS
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check(
     tensor_scales: bool = False,
     kv_lora_rank: int = 512,
     qk_rope_head_dim: int = 64,
-    compute_capability: tuple[int, int] | None = None,
+    compute_capability: Sequence[int] | None = None,
     block_table_width: int | None = None,
     batch: int | None = None,
 ) -> tuple[Reason, ...]:
@@ -88,7 +88,7 @@ def check(
         Whether ``skip_softmax_threshold_scale_factor`` is given and not 0.
     tensor_scales : bool
         Whether ``bmm1_scale`` or ``bmm2_scale`` is a tensor.
-    compute_capability : (int, int), optional
+    compute_capability : sequence of two ints, optional
         Of the GPU; unchecked if left out.
     block_table_width, batch : int, optional
         Width of ``block_tables`` in pages, and requests; unchecked if left out.
@@ -110,11 +110,16 @@ def check(
         tensor_scales=tensor_scales,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
-        compute_capability=compute_capability,
+        compute_capability=_pair(compute_capability),
         block_table_width=block_table_width,
         batch=batch,
     )
     return config_reasons(abi, config)
+
+
+def _pair(capability: Sequence[int] | None) -> tuple[int, int] | None:
+    pair = tuple(capability) if isinstance(capability, list) else capability
+    return cast("tuple[int, int] | None", pair)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -125,10 +130,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
     """Return why `config` cannot run on `abi`, the first to raise first; empty if it can."""
-    found = list(_number_reasons(config))
-    if config.backend != "reference":
-        found = [*_abi_reasons(abi, config), *found]
-    if config.dcp_world_size > 1:
+    found = list(_value_reasons(config))
+    if not found and config.backend != "reference":
+        found += _abi_reasons(abi, config)
+    if not found and config.dcp_world_size > 1:
         found += _dcp_reasons(abi, config)
     if found:
         return tuple(found)
@@ -155,10 +160,18 @@ def candidates(config: Config) -> tuple[str, ...]:
 
 def backend_reasons(abi: FlashInferABI, config: Config, backend: str) -> tuple[Reason, ...]:
     """Return why one named backend cannot run `config` right."""
-    return tuple(RULES[backend](abi, config.flattened()))
+    found = tuple(RULES[backend](abi, config.flattened()))
+    if not found or config.backend in ("auto", "reference") or config.dcp_world_size > 1:
+        return found
+    others = (name for name in ("trtllm-gen", "cute-dsl") if name != backend)
+    able = [name for name in others if not tuple(RULES[name](abi, config.flattened()))]
+    if not able:
+        return found
+    instead = f", or pass backend={able[0]!r}."
+    return tuple(reason._replace(fix=reason.fix.removesuffix(".") + instead) for reason in found)
 
 
-def _number_reasons(config: Config) -> Iterator[Reason]:
+def _value_reasons(config: Config) -> Iterator[Reason]:
     if config.backend not in BACKENDS:
         yield refused(
             "backend",
@@ -183,19 +196,22 @@ def _number_reasons(config: Config) -> Iterator[Reason]:
                 "an int of at least 1.",
                 f"pass the {name} of the call.",
             )
+    capability: object = config.compute_capability
+    if capability is not None and not (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(type(part) is int for part in capability)
+    ):
+        yield refused(
+            "compute_capability",
+            "compute_capability must be a pair of ints.",
+            f"{capability!r}.",
+            "(major, minor), for example (10, 0), or None.",
+            "pass torch.cuda.get_device_capability().",
+        )
 
 
 def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
-    if abi.unreadable:
-        yield Reason(
-            FlashInferVersionError,
-            "kernel",
-            "decode_mla cannot tell what this kernel takes.",
-            f"a kernel whose signature cannot be read ({abi.unreadable}).",
-            "FlashInfer's function, or a mock that carries its signature.",
-            "build the mock with unittest.mock.create_autospec of a function that has it.",
-        )
-        return
     if config.dcp_world_size > 1:
         asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
         missing = missing_feature(abi, "native_dcp", asked=asked, instead=instead)
@@ -203,21 +219,30 @@ def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
         missing = missing_feature(abi, "return_lse", asked="decode_mla")
     if missing is not None:
         yield missing
+    if abi.unreadable:
+        return
     new = tuple(
         parameter.name
         for parameter in abi.parameters
         if parameter.required and parameter.name not in CORE_KEYWORDS
     )
-    for names, verb in ((abi.lacks(*CORE_KEYWORDS), "has lost"), (new, "newly requires")):
+    used = ["sinks"] if config.sinks else []
+    used += ["skip_softmax_threshold_scale_factor"] if config.skip_softmax else []
+    for names, verb in ((abi.lacks(*CORE_KEYWORDS, *used), "has lost"), (new, "newly requires")):
         if names:
-            yield Reason(
-                FlashInferSignatureError,
-                names[0],
-                f"{FUNCTION} {verb} {', '.join(names)}.",
-                f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
-                "the parameters of a recorded release, without more required ones.",
-                f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat.",
-            )
+            yield drift_reason(abi, names, verb)
+
+
+def drift_reason(abi: FlashInferABI, names: Sequence[str], verb: str = "has lost") -> Reason:
+    """Build the reason for a function whose parameters are not those of its version."""
+    return Reason(
+        FlashInferSignatureError,
+        names[0],
+        f"{FUNCTION} {verb} {', '.join(names)}.",
+        f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
+        "the parameters of a recorded release, without more required ones.",
+        f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat.",
+    )
 
 
 def _dcp_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:

@@ -59,6 +59,8 @@ def describe(value: object) -> str:
     """Show a value in a message: a tensor by shape, dtype and device, never by contents."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} on {value.device}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(describe, value)) or 'nothing'}"
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -71,7 +73,7 @@ def invalid(argument: str, problem: str, value: object, needed: str, fix: str) -
         needed=f"{needed}.",
         fix=fix if fix.endswith(".") else f"{fix}.",
         argument=argument,
-        value=shown if isinstance(value, Tensor) else value,
+        value=value if isinstance(value, (int, float, str, type(None))) else shown,
     )
 
 
@@ -179,7 +181,7 @@ def query_layout(step: Step, head_dim: int) -> QueryLayout:
             )
         return QueryLayout(batch, max_q_len, heads, tokens, flat=True, compact=True)
     q_len = max_q_len if max_q_len is not None else tokens // max(batch, 1)
-    if tokens != batch * q_len or (batch and not q_len):
+    if tokens != batch * q_len:
         asserted = "" if max_q_len is None else f" of max_q_len={max_q_len}"
         invalid(
             "query",
@@ -188,7 +190,8 @@ def query_layout(step: Step, head_dim: int) -> QueryLayout:
             "num_tokens = B * q_len with B = block_tables.shape[0]",
             "pass cum_seq_lens_q and max_q_len for requests of different query lengths",
         )
-    return QueryLayout(batch, q_len or 1, heads, tokens, flat=True, compact=False)
+    q_len = q_len if batch else 1
+    return QueryLayout(batch, q_len, heads, tokens, flat=True, compact=False)
 
 
 def _rectangular(
@@ -204,8 +207,6 @@ def _rectangular(
     if max_q_len is not None and max_q_len != q_len:
         problem = f"has q_len={q_len}, but max_q_len={max_q_len}"
         invalid("query", problem, query, f"q_len={max_q_len}", "drop max_q_len")
-    if q_len == 0:
-        invalid("query", "has no query token", query, "q_len of at least 1", "skip the call")
     return QueryLayout(batch, q_len, heads, batch * q_len, flat=False, compact=False)
 
 

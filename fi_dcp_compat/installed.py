@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from .abi import FUNCTION, Parameter
+from .errors import FlashInferImportError
 
 __all__ = [
+    "COMPANIONS",
     "DEFINED_IN",
     "find_distribution",
     "installed_distributions",
@@ -24,6 +26,7 @@ __all__ = [
     "written_version",
 ]
 
+COMPANIONS = ("flashinfer-cubin", "flashinfer-jit-cache")
 # The public function's module, newest layout first: facts, section 1.2.
 DEFINED_IN = ("mla/_core.py", "mla.py")
 _HEADER = re.compile(rf"^def {FUNCTION}\(.*?^\)[^\n]*:[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -60,16 +63,25 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, Path]:
 
 
 class _Source(Protocol):
-    def read_text(self, encoding: str) -> str: ...
+    def read_text(self, encoding: str, errors: str) -> str: ...
 
 
 def read_parameters(sources: Mapping[str, _Source]) -> tuple[tuple[Parameter, ...], str]:
     """Read the function's parameters from the first of `sources` that defines it."""
     for name, source in sources.items():
-        text = source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8", errors="replace")
         # Parsing the header alone takes a fiftieth of parsing the whole file.
         match = _HEADER.search(text)
-        tree = ast.parse(f"{match[0]} pass" if match else text)
+        try:
+            tree = ast.parse(f"{match[0]} pass" if match else text)
+        except SyntaxError as exc:
+            raise FlashInferImportError(
+                "A file of FlashInfer is no Python.",
+                found=f"{source}: {exc}.",
+                needed="the file as its wheel has it.",
+                fix="pip install --force-reinstall flashinfer-python.",
+                argument=name,
+            ) from exc
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
                 module = "flashinfer." + name.removesuffix(".py").replace("/", ".")
@@ -124,7 +136,7 @@ def written_version(package: Path) -> str | None:
     """Return the version written in the package's own files, or None."""
     for name in ("_build_meta.py", "version.py"):
         try:
-            text = (package / name).read_text(encoding="utf-8")
+            text = (package / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
         match = re.search(r"""^__version__(?:\s*:\s*str)?\s*=\s*["']([^"']+)["']""", text, re.M)

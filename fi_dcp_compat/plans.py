@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .abi import FlashInferABI
-from .backends import Config
+from .backends import XQA_HEADS, Config
 from .features import LseBase
 from .guards import Backend, dtype_name
 from .inputs import invalid, require_int
@@ -61,9 +61,9 @@ class Settings(NamedTuple):
                 )
 
     def config(self) -> Config:
-        """Return the configuration as far as it is known: one head, one query token."""
+        """Return the configuration as far as it is known: heads every backend has, one token."""
         return Config(
-            num_heads=1,
+            num_heads=XQA_HEADS,
             q_len=1,
             page_size=self.page_size,
             dtype=dtype_name(self.dtype),
@@ -86,6 +86,7 @@ class Plan(NamedTuple):
 
     route: Route
     keywords: dict[str, object]
+    known: frozenset[str]
     out_dtype: torch.dtype
     strided_tables: bool
 
@@ -116,7 +117,13 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
         out_dtype = torch.float32
     elif path.backend == "cute-dsl" and not abi.features.cute_dsl_bf16_out:
         out_dtype = torch.float16 if settings.dtype is torch.float16 else torch.bfloat16
-    return Plan(path, keywords, out_dtype, strided_tables=path.may_run == ("cute-dsl",))
+    return Plan(
+        route=path,
+        keywords=keywords,
+        known=frozenset(parameter.name for parameter in abi.parameters),
+        out_dtype=out_dtype,
+        strided_tables=path.may_run == ("cute-dsl",),
+    )
 
 
 @lru_cache(maxsize=1)

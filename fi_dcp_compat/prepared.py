@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from . import debug
-from .backends import GRID_Y_MAX
+from .backends import CUTE_DSL_TILE_ROWS, GRID_Y_MAX
 from .dcp import flatten_query_rows
 from .errors import FlashInferSignatureError, NotPreparedError
+from .guards import drift_reason
 from .inputs import (
     QueryLayout,
     Step,
@@ -170,6 +171,9 @@ class MLADecoder:
         arguments["bmm2_scale"] = bmm2_scale
         if sinks is not None:
             arguments["sinks"] = sinks
+        if not plan.known >= arguments.keys():
+            abi = self._binding.abi
+            raise drift_reason(abi, abi.lacks(*arguments)).exception()
         out, lse = self._call(arguments)
         # The kernel wrote into the caller's buffers, which are in the query's layout already.
         out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
@@ -185,7 +189,8 @@ class MLADecoder:
         settings = self._settings
         # Width and batch are keys only where a rule may refuse them, so the cache stays small.
         odd_width = width if width % max(1, 128 // settings.page_size) else None
-        large_batch = layout.batch if layout.batch * (layout.q_len + 1) > GRID_Y_MAX else None
+        tiles = -(-layout.q_len * layout.num_heads // CUTE_DSL_TILE_ROWS)
+        large_batch = layout.batch if layout.batch * tiles > GRID_Y_MAX else None
         capability = None if gpu is None else gpu.capability
         key = (layout.num_heads, layout.q_len, layout.compact, odd_width, large_batch, capability)
         plan = self._plans.get(key)

@@ -12,14 +12,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from .abi import ASSUME_VERSION, DISTRIBUTION, FUNCTION, FlashInferABI, Parameter, _parse
-from .errors import (
-    FlashInferImportError,
-    FlashInferNotFoundError,
-    FlashInferSignatureError,
-    InvalidInputError,
+from .abi import (
+    ASSUME_VERSION,
+    DISTRIBUTION,
+    FUNCTION,
+    FlashInferABI,
+    Parameter,
+    parse_version,
 )
+from .errors import InvalidInputError
+from .failures import function_gone, import_failure, not_found
 from .installed import (
+    COMPANIONS,
     DEFINED_IN,
     installed_distributions,
     package_folder,
@@ -33,8 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Binding", "Kernel", "bind_kernel", "probe"]
-
-COMPANIONS = ("flashinfer-cubin", "flashinfer-jit-cache")
 
 
 # FlashInfer's function, the torch reference, or a mock. Its parameters differ by release, which
@@ -106,10 +108,12 @@ def bind_kernel() -> Binding:
     """Look FlashInfer's function up where stacks and their tests find and patch it."""
     if _installed is not None:
         return _installed
-    module = sys.modules.get("flashinfer.decode") or _import_decode()
+    # A failed import of the package leaves its finished submodules behind.
+    imported = sys.modules.get("flashinfer.decode") if "flashinfer" in sys.modules else None
+    module = imported or _import_decode()
     kernel = getattr(module, FUNCTION, None)
     if kernel is None:
-        raise _function_gone(str(getattr(module, "__file__", "flashinfer.decode")))
+        raise function_gone(str(getattr(module, "__file__", "flashinfer.decode")), _live_version())
     return _bind(kernel)
 
 
@@ -162,7 +166,7 @@ def assumed_version() -> str | None:
     value = os.environ.get(ASSUME_VERSION)
     if not value:
         return None
-    if _parse(value) is None:
+    if parse_version(value) is None:
         raise InvalidInputError(
             f"{ASSUME_VERSION} is not a version.",
             found=f"{ASSUME_VERSION}={value!r}.",
@@ -184,10 +188,10 @@ def _live_version() -> str:
 
 def _known_version(reported: str | None) -> str:
     # A source build reports 0.0.0+unknown; its distribution may still know.
-    if reported is not None and _parse(reported) is not None:
+    if reported is not None and parse_version(reported) is not None:
         return reported
     fallback = installed_distributions((DISTRIBUTION,)).get(DISTRIBUTION)
-    if fallback is not None and _parse(fallback) is not None:
+    if fallback is not None and parse_version(fallback) is not None:
         return fallback
     return reported or "unknown"
 
@@ -200,83 +204,40 @@ def _import_decode() -> object:
         filters = cast("list[tuple[object, ...]]", warnings.filters)
         filters[:] = [rule for rule in filters if rule[0] != "error"]
         try:
+            importlib.import_module("flashinfer")
             return importlib.import_module("flashinfer.decode")
         except Exception as exc:
-            if isinstance(exc, ModuleNotFoundError) and exc.name == "flashinfer":
-                raise _not_found() from exc
+            missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
+            if missing == "flashinfer":
+                raise not_found() from exc
+            if missing == "flashinfer.decode":
+                raise function_gone("flashinfer.decode", _live_version()) from exc
             raise import_failure(exc) from exc
-
-
-def _not_found() -> FlashInferNotFoundError:
-    return FlashInferNotFoundError(
-        "FlashInfer is not installed.",
-        found=f"no module flashinfer for {sys.executable}.",
-        needed=f"{DISTRIBUTION} 0.6.17 or newer for native DCP, 0.6.12 or newer without.",
-        fix=f'pip install "{DISTRIBUTION}>=0.6.17", or decode_mla(backend="reference") in tests.',
-        argument="flashinfer",
-    )
-
-
-def _function_gone(where: str) -> FlashInferSignatureError:
-    return FlashInferSignatureError(
-        f"FlashInfer has no {FUNCTION}.",
-        found=f"flashinfer {_live_version()} at {where}, without the function.",
-        needed=f"{DISTRIBUTION} 0.6.12 to the newest release this package knows.",
-        fix=f'pip install --force-reinstall "{DISTRIBUTION}>=0.6.17", or report the new release.',
-        argument=FUNCTION,
-    )
-
-
-def import_failure(exc: Exception) -> FlashInferImportError:
-    """Say why importing an installed FlashInfer failed, and what mends that cause."""
-    installed = installed_distributions((DISTRIBUTION, *COMPANIONS))
-    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
-    text = f"{type(exc).__name__}: {exc}"
-    needed = "a FlashInfer that imports on this machine."
-    if "does not match flashinfer version" in text:
-        version = installed.get(DISTRIBUTION, "X")
-        needed = (
-            "companion wheels of the same version as flashinfer-python (0.7.2+ ignores others)."
-        )
-        fix = (
-            f'pip install -U "{DISTRIBUTION}=={version}" '
-            + " ".join(f'"{name}=={version}"' for name in COMPANIONS if name in installed)
-            + " (the companion wheels are on FlashInfer's own package index, not all on PyPI), or"
-            + f" pip uninstall {' '.join(name for name in COMPANIONS if name in installed)}."
-        )
-    elif "not compiled with CUDA" in text or "NVIDIA driver" in text:
-        needed = "a CUDA build of torch and a GPU driver, or 0.7.1 or newer, which imports without."
-        fix = f'pip install -U "{DISTRIBUTION}>=0.7.1", or run on a machine with a GPU.'
-    elif "cutlass" in text:
-        needed = "the nvidia-cutlass-dsl that this FlashInfer was built for."
-        fix = f'pip install -U "{DISTRIBUTION}>=0.6.17" nvidia-cutlass-dsl.'
-    else:
-        fix = "mend the cause below, or reinstall: pip install --force-reinstall flashinfer-python."
-    return FlashInferImportError(
-        "FlashInfer is installed, but importing it fails.",
-        found=f"{text} ({versions or 'no distribution metadata'}).",
-        needed=needed,
-        fix=fix,
-        argument="flashinfer",
-    )
 
 
 def _companions() -> tuple[tuple[str, str], ...]:
     return tuple(installed_distributions(COMPANIONS).items())
 
 
+def installed_version() -> str:
+    """Return the version of the FlashInfer on disk, whatever it is said to stand for."""
+    package = package_folder()
+    return _known_version(None if package is None else written_version(package))
+
+
 @lru_cache(maxsize=1)
 def _static_abi() -> FlashInferABI:
     package = package_folder()
     if package is None:
-        raise _not_found()
+        raise not_found()
+    version = assumed_version() or installed_version()
     parameters, entry_point = read_parameters(
         {name: package / name for name in DEFINED_IN if (package / name).is_file()}
     )
     if not parameters:
-        raise _function_gone(str(package))
+        raise function_gone(str(package), version)
     return FlashInferABI(
-        version=assumed_version() or _known_version(written_version(package)),
+        version=version,
         parameters=parameters,
         entry_point=entry_point,
         source="static",

@@ -1,0 +1,74 @@
+"""What is wrong with FlashInfer's package, as errors: absent, broken, or without the function."""
+
+from __future__ import annotations
+
+import sys
+
+from .abi import DISTRIBUTION, FUNCTION, upgrade_command
+from .errors import FlashInferImportError, FlashInferNotFoundError, FlashInferSignatureError
+from .features import OLDEST_RELEASE, ROWS
+from .installed import COMPANIONS, installed_distributions
+
+__all__ = ["function_gone", "import_failure", "not_found"]
+
+# What an import that needs a GPU dies of: a CPU build of torch, no driver, no driver library.
+_NO_GPU = ("not compiled with CUDA", "NVIDIA driver", "libcuda")
+
+
+def not_found() -> FlashInferNotFoundError:
+    return FlashInferNotFoundError(
+        "FlashInfer is not installed.",
+        found=f"no module flashinfer for {sys.executable}.",
+        needed=f"{DISTRIBUTION} {ROWS['native_dcp'].since} or newer for native DCP, "
+        f"{OLDEST_RELEASE} or newer without.",
+        fix=f'pip install "{DISTRIBUTION}>={ROWS["native_dcp"].since}", or '
+        'decode_mla(backend="reference") in tests.',
+        argument="flashinfer",
+    )
+
+
+def function_gone(where: str, version: str) -> FlashInferSignatureError:
+    return FlashInferSignatureError(
+        f"FlashInfer has no {FUNCTION}.",
+        found=f"flashinfer {version} at {where}, without the function.",
+        needed=f"{DISTRIBUTION} {OLDEST_RELEASE} to the newest release this package knows.",
+        fix=f'pip install --force-reinstall "{DISTRIBUTION}>={ROWS["native_dcp"].since}", or '
+        "report the new release.",
+        argument=FUNCTION,
+    )
+
+
+def import_failure(exc: Exception) -> FlashInferImportError:
+    """Say why importing an installed FlashInfer failed, and what mends that cause."""
+    installed = installed_distributions((DISTRIBUTION, *COMPANIONS))
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    text = f"{type(exc).__name__}: {exc}"
+    needed = "a FlashInfer that imports on this machine."
+    if "does not match flashinfer" in text:
+        version = installed.get(DISTRIBUTION, "X")
+        names = [name for name in COMPANIONS if name in installed or name in text]
+        pinned = " ".join(f'"{name}=={version}"' for name in (DISTRIBUTION, *names))
+        needed = (
+            "companion wheels of the same version as flashinfer-python "
+            f"({ROWS['companions_may_differ'].since} and newer ignore others)."
+        )
+        fix = (
+            f"pip install -U {pinned} (the companion wheels are on FlashInfer's own package "
+            f"index, not all on PyPI), or pip uninstall {' '.join(names)}."
+        )
+    elif any(sign in text for sign in _NO_GPU):
+        since = ROWS["imports_without_cuda"].since
+        needed = f"a CUDA build of torch and a GPU driver, or {since} or newer."
+        fix = f'pip install -U "{DISTRIBUTION}>={since}", or run on a machine with a GPU.'
+    elif "cutlass" in text:
+        needed = "the nvidia-cutlass-dsl that this FlashInfer was built for."
+        fix = f"{upgrade_command(None, ROWS['native_dcp'].since)} nvidia-cutlass-dsl."
+    else:
+        fix = "mend the cause below, or reinstall: pip install --force-reinstall flashinfer-python."
+    return FlashInferImportError(
+        "FlashInfer is installed, but importing it fails.",
+        found=f"{text} ({versions or 'no distribution metadata'}).",
+        needed=needed,
+        fix=fix,
+        argument="flashinfer",
+    )

@@ -1,0 +1,885 @@
+"""`check` and the call: the same reasons and the same class, without a tensor or a GPU."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fi_dcp_compat import (
+    DCP,
+    FlashInferABI,
+    FlashInferCompatError,
+    FlashInferSignatureError,
+    FlashInferVersionError,
+    Parameter,
+    UnsupportedConfigError,
+    check,
+    decode_mla,
+    flatten_query_rows,
+    prepare_decode_mla,
+    prepared,
+    recorded,
+    supports_combination,
+)
+from fi_dcp_compat.errors import raise_first
+from fi_dcp_compat.features import FEATURES
+from fi_dcp_compat.testing import use_kernel
+from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel, signature, stub_result
+
+Config = dict[str, Any]
+
+# A configuration that every backend but xqa runs on every release, in `check`'s keywords; what is
+# behind the first value of each is tried in its place.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "num_heads": (16, 1, 8, 24, 40, 48, 64, 65, 96, 128, 129, 192, 256),
+    "q_len": (1, 2, 4, 5),
+    "page_size": (64, 1, 2, 16, 32, 48, 128, 256),
+    "dtypes": (
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float32", "float32"),
+        ("float8_e5m2", "float8_e5m2"),
+        ("bfloat16", "float8_e4m3fn"),
+        ("float16", "bfloat16"),
+        ("bfloat16", "uint8"),
+    ),
+    "dcp_world_size": (1, 2, 8),
+    "causal": (True, False),
+    "varlen": (False, True),
+    "return_lse": (False, True),
+    "sinks": (False, True),
+    "skip_softmax": (False, True),
+    "tensor_scales": (False, True),
+    "dims": ((512, 64), (256, 64), (128, 32)),
+    "extra_width": (0, 1),
+    "compute_capability": (
+        None,
+        (10, 0),
+        (10, 3),
+        (10, 7),
+        (8, 0),
+        (9, 0),
+        (10, 1),
+        (11, 0),
+        (12, 0),
+        (12, 1),
+    ),
+}
+BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference", "sparse")
+
+
+def config_of(backend: str = "auto", **chosen: Any) -> Config:
+    """Keywords of `check` for a choice of `CHOICES`; the other values are right ones."""
+    values = {name: choices[0] for name, choices in CHOICES.items()} | chosen
+    dtype, kv_dtype = values.pop("dtypes")
+    kv_lora_rank, qk_rope_head_dim = values.pop("dims")
+    width = max(1, 128 // values["page_size"]) + values.pop("extra_width")
+    return values | {
+        "backend": backend,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "block_table_width": width,
+        "batch": 2,
+    }
+
+
+@functools.cache
+def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that nobody writes to, so that thousands of calls need not make one each."""
+    return torch.zeros(*shape).to(dtype)
+
+
+def decode_arguments(config: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
+    """Tensors of that configuration, as `decode_mla` takes them."""
+    batch, q_len, heads = config["batch"], config["q_len"], config["num_heads"]
+    dim = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    rows = (batch * q_len, heads) if config["varlen"] else (batch, q_len, heads)
+    kv_dtype = getattr(torch, config["kv_dtype"])
+    arguments: dict[str, Any] = {
+        "query": zeros(dim, dtype=getattr(torch, config["dtype"])).expand(*rows, dim),
+        "kv_cache": zeros(2, config["page_size"], dim, dtype=kv_dtype),
+        "workspace_buffer": zeros(32 << 20, dtype=torch.int8),
+        "block_tables": zeros(batch, config["block_table_width"], dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
+        "max_seq_len": 7,
+        "bmm1_scale": torch.tensor(0.05) if config["tensor_scales"] else 0.05,
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_rope_head_dim": config["qk_rope_head_dim"],
+        "causal": config["causal"],
+        "backend": config["backend"],
+        "return_lse": config["return_lse"],
+    }
+    if kv_dtype is torch.float8_e4m3fn:
+        arguments["bmm2_scale"] = 1.0
+    if config["varlen"]:
+        arguments["cum_seq_lens_q"] = torch.arange(batch + 1, dtype=torch.int32) * q_len
+        arguments["max_q_len"] = q_len
+    if config["sinks"]:
+        arguments["sinks"] = torch.zeros(heads)
+    if config["skip_softmax"]:
+        arguments["skip_softmax_threshold_scale_factor"] = 1e-3
+    if config["dcp_world_size"] > 1:
+        lens = torch.full((batch,), 7 * config["dcp_world_size"], dtype=torch.int32)
+        arguments["dcp"] = DCP(config["dcp_world_size"], rank, lens)
+    return arguments
+
+
+signature_of = functools.cache(signature)
+
+
+@contextmanager
+def gpu(capability: tuple[int, int] = (10, 0), sm_count: int = 148) -> Iterator[None]:
+    """Let CPU tensors pass for tensors on such a GPU."""
+    facts = functools.cache(lambda device: prepared._Gpu(capability, sm_count))
+    with (
+        patch.object(prepared, "_gpu", facts),
+        patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True),
+    ):
+        yield
+
+
+def attempt(
+    abi: FlashInferABI, config: Mapping[str, Any], rank: int = 0
+) -> FlashInferCompatError | None:
+    """Call `decode_mla` so configured; return what it raised, before the kernel was called."""
+    calls: list[dict[str, Any]] = []
+    takes = signature_of(abi)
+
+    def kernel(**arguments: Any) -> Any:
+        takes.bind(**arguments)
+        calls.append(arguments)
+        return stub_result(**arguments)
+
+    with ExitStack() as stack:
+        if config["compute_capability"] is not None:
+            stack.enter_context(gpu(config["compute_capability"]))
+        stack.enter_context(use_kernel(kernel, abi))
+        try:
+            decode_mla(**decode_arguments(config, rank))
+        except FlashInferCompatError as error:
+            assert calls == []
+            return error
+    assert len(calls) == (config["backend"] != "reference")
+    return None
+
+
+def assert_parity(abi: FlashInferABI, config: Mapping[str, Any]) -> bool:
+    """Hold the call against `check`; return whether the configuration runs."""
+    reasons = check(abi, **config)
+    error = attempt(abi, config)
+    if error is None:
+        assert reasons == (), f"check refuses what runs: {config} on {abi.version}"
+    else:
+        assert error.reasons == reasons, f"{config} on {abi.version}"
+        assert type(error) is reasons[0].error
+        assert str(error).startswith(str(reasons[0]))
+        assert error.argument == reasons[0].argument
+    return error is None
+
+
+class Fault(NamedTuple):
+    """One wrong thing in a right configuration, and the whole message that it gets."""
+
+    abi: str
+    changes: Mapping[str, Any]
+    error: type[FlashInferCompatError]
+    summary: str
+    found: str
+    needed: str
+    fix: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        lines = (self.summary, f"Found: {self.found}", f"Needed: {self.needed}", f"Fix: {self.fix}")
+        return "\n".join((*lines, *(f"Also: {summary}" for summary in self.also)))
+
+
+def without(version: str, *names: str) -> FlashInferABI:
+    """A release whose function lost those parameters."""
+    abi = recorded(version)
+    return replace(abi, parameters=tuple(p for p in abi.parameters if p.name not in names))
+
+
+SPECIAL = {
+    "0.6.16 with 0.6.17's signature": replace(recorded("0.6.17"), version="0.6.16"),
+    "unknown with 0.6.16's signature": replace(recorded("0.6.16"), version="0.0.0+unknown"),
+    "unknown with 0.7.0's signature": replace(recorded("0.7.0"), version="0.0.0+unknown"),
+    "unknown with 0.7.1's signature": replace(recorded("0.7.1"), version="0.0.0+unknown"),
+    "0.6.17.dev20260801 with 0.6.16's signature": replace(
+        recorded("0.6.16"), version="0.6.17.dev20260801"
+    ),
+    "0.6.16.dev20260731 with 0.6.17's signature": replace(
+        recorded("0.6.17"), version="0.6.16.dev20260731"
+    ),
+    "0.6.16 with companions": replace(
+        recorded("0.6.16"), companions=(("flashinfer-cubin", "0.6.13"),)
+    ),
+    "0.7.4 without cp_rank": without("0.7.4", "cp_rank"),
+    "0.7.4 without seq_lens": without("0.7.4", "seq_lens"),
+    "0.7.4 with kv_layout": replace(
+        recorded("0.7.4"),
+        parameters=(*recorded("0.7.4").parameters, Parameter("kv_layout", None, "KEYWORD_ONLY")),
+    ),
+    "a MagicMock": replace(recorded("0.7.4"), parameters=(), unreadable="MagicMock: no signature"),
+}
+
+
+def abi_of(name: str) -> FlashInferABI:
+    return SPECIAL[name] if name in SPECIAL else recorded(name)
+
+
+FAULTS: dict[str, Fault] = {
+    "older than any release with an LSE": Fault(
+        "0.6.11",
+        {},
+        FlashInferVersionError,
+        "decode_mla needs FlashInfer's LSE.",
+        "flashinfer-python 0.6.11, whose function lacks lse, return_lse.",
+        "0.6.12 or newer (#3116).",
+        'pip install -U "flashinfer-python>=0.6.12".',
+    ),
+    "older than native DCP": Fault(
+        "0.6.16",
+        {"dcp_world_size": 8},
+        FlashInferVersionError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python 0.6.16, whose function lacks enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global.",
+        "0.6.17 or newer (#4178).",
+        'pip install -U "flashinfer-python>=0.6.17", or call with dcp=None.',
+    ),
+    "older than compact queries with DCP": Fault(
+        "0.6.18",
+        {"dcp_world_size": 8, "varlen": True},
+        FlashInferVersionError,
+        "decode_mla(dcp=..., cum_seq_lens_q=...) needs FlashInfer's compact "
+        "variable-length queries with DCP.",
+        "flashinfer-python 0.6.18.",
+        "0.7.0 or newer (#4719).",
+        'pip install -U "flashinfer-python>=0.7.0", or pad to a uniform query [B, q_len, H, D].',
+    ),
+    "no such backend": Fault(
+        "0.7.4",
+        {"backend": "sparse"},
+        UnsupportedConfigError,
+        "backend='sparse' is not one of decode_mla's.",
+        "'sparse'.",
+        "one of auto, trtllm-gen, cute-dsl, xqa, reference.",
+        "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
+    ),
+    "no head": Fault(
+        "0.7.4",
+        {"num_heads": 0},
+        UnsupportedConfigError,
+        "num_heads must be an int of at least 1.",
+        "num_heads=0.",
+        "an int of at least 1.",
+        "pass the num_heads of the call.",
+    ),
+    "trtllm-gen with DCP": Fault(
+        "0.7.4",
+        {"backend": "trtllm-gen", "dcp_world_size": 2},
+        UnsupportedConfigError,
+        "backend='trtllm-gen' has no DCP mask.",
+        "backend='trtllm-gen' with dcp_world_size=2.",
+        "backend='cute-dsl', the only one with a native DCP mask (0.6.17 or newer).",
+        "pass backend='auto' or 'cute-dsl'; another backend's ranks can be merged "
+        "outside the kernel for one query token only.",
+    ),
+    "xqa with DCP": Fault(
+        "0.7.4",
+        {"backend": "xqa", "dcp_world_size": 2},
+        UnsupportedConfigError,
+        "backend='xqa' has no DCP mask.",
+        "backend='xqa' with dcp_world_size=2.",
+        "backend='cute-dsl', the only one with a native DCP mask (0.6.17 or newer).",
+        "pass backend='auto' or 'cute-dsl'; another backend's ranks can be merged "
+        "outside the kernel for one query token only.",
+    ),
+    "non-causal with DCP": Fault(
+        "0.7.4",
+        {"causal": False, "q_len": 2, "dcp_world_size": 8},
+        UnsupportedConfigError,
+        "A non-causal block cannot be masked with DCP.",
+        "causal=False with dcp_world_size=8.",
+        "causal=True: FlashInfer's DCP mask is causal in every known release.",
+        "flatten the block with flatten_query_rows: one-token rows, each with its own "
+        "bound, are ordinary causal calls.",
+    ),
+    "sinks with DCP": Fault(
+        "0.7.4",
+        {"sinks": True, "dcp_world_size": 8},
+        UnsupportedConfigError,
+        "sinks cannot be combined with DCP.",
+        "sinks with dcp_world_size=8.",
+        "no sinks: the only kernel with a DCP mask does not take it.",
+        "leave sinks out, or call with dcp=None.",
+    ),
+    "skip-softmax with DCP": Fault(
+        "0.7.4",
+        {"skip_softmax": True, "dcp_world_size": 8},
+        UnsupportedConfigError,
+        "skip_softmax_threshold_scale_factor cannot be combined with DCP.",
+        "skip_softmax_threshold_scale_factor with dcp_world_size=8.",
+        "no skip_softmax_threshold_scale_factor: the only kernel with a DCP mask does not take it.",
+        "leave skip_softmax_threshold_scale_factor out, or call with dcp=None.",
+    ),
+    "a GPU without any kernel": Fault(
+        "0.7.4",
+        {"compute_capability": (9, 0)},
+        UnsupportedConfigError,
+        "backend='auto' has no kernel for compute capability 9.0.",
+        "compute capability 9.0.",
+        "10.x (trtllm-gen, cute-dsl) or 12.x (xqa).",
+        "run on such a GPU, or pass backend='reference' in tests.",
+    ),
+    "a backport of the keywords": Fault(
+        "0.6.16 with 0.6.17's signature",
+        {"dcp_world_size": 8},
+        FlashInferVersionError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python 0.6.16, which carries enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global but is older.",
+        "0.6.17 or newer (#4178).",
+        'pip install -U "flashinfer-python>=0.6.17", or set '
+        "FI_DCP_COMPAT_ASSUME_VERSION to the release whose behaviour was ported, or "
+        "call with dcp=None.",
+    ),
+    "unknown version, no DCP keywords": Fault(
+        "unknown with 0.6.16's signature",
+        {"dcp_world_size": 8},
+        FlashInferVersionError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python of unknown version (0.0.0+unknown), whose function lacks "
+        "enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global.",
+        "0.6.17 or newer (#4178).",
+        'pip install -U "flashinfer-python>=0.6.17", or call with dcp=None.',
+    ),
+    "unknown version, compact queries with DCP": Fault(
+        "unknown with 0.7.0's signature",
+        {"dcp_world_size": 8, "varlen": True},
+        FlashInferVersionError,
+        "decode_mla(dcp=..., cum_seq_lens_q=...) needs FlashInfer's compact "
+        "variable-length queries with DCP.",
+        "flashinfer-python of unknown version (0.0.0+unknown), whose signature does not show it.",
+        "0.7.0 or newer (#4719).",
+        'pip install -U "flashinfer-python>=0.7.0", or set '
+        "FI_DCP_COMPAT_ASSUME_VERSION to the release it stands for, or pad to a "
+        "uniform query [B, q_len, H, D].",
+    ),
+    "a nightly without the keywords": Fault(
+        "0.6.17.dev20260801 with 0.6.16's signature",
+        {"dcp_world_size": 8},
+        FlashInferVersionError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python 0.6.17.dev20260801 (a pre-release, judged by its "
+        "signature), whose function lacks enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global.",
+        "0.6.17 or newer (#4178).",
+        'pip install -U "flashinfer-python>=0.6.17", or call with dcp=None.',
+    ),
+    "companion wheels": Fault(
+        "0.6.16 with companions",
+        {"dcp_world_size": 8},
+        FlashInferVersionError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python 0.6.16, whose function lacks enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global.",
+        "0.6.17 or newer (#4178).",
+        'pip install -U "flashinfer-python>=0.6.17" (and flashinfer-cubin of the same '
+        "version), or call with dcp=None.",
+    ),
+    "a lost DCP keyword": Fault(
+        "0.7.4 without cp_rank",
+        {"dcp_world_size": 8},
+        FlashInferSignatureError,
+        "decode_mla(dcp=...) needs FlashInfer's native DCP keywords.",
+        "flashinfer-python 0.7.4, whose function lacks cp_rank.",
+        "a function with enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, as "
+        "0.6.17 and newer have.",
+        'pip install --force-reinstall "flashinfer-python>=0.6.17", or call with dcp=None.',
+    ),
+    "a lost core keyword": Fault(
+        "0.7.4 without seq_lens",
+        {},
+        FlashInferSignatureError,
+        "trtllm_batch_decode_with_kv_cache_mla has lost seq_lens.",
+        "flashinfer-python 0.7.4: (query, kv_cache, workspace_buffer, "
+        "qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, max_seq_len, "
+        "sparse_mla_top_k, out, bmm1_scale, bmm2_scale, sinks, "
+        "skip_softmax_threshold_scale_factor, enable_pdl, backend, is_var_seq, "
+        "uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl, kv_scale_format, "
+        "cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, "
+        "sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global, use_fp16_softmax, return_lse_base).",
+        "the parameters of a recorded release, without more required ones.",
+        "install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat.",
+    ),
+    "a new required parameter": Fault(
+        "0.7.4 with kv_layout",
+        {},
+        FlashInferSignatureError,
+        "trtllm_batch_decode_with_kv_cache_mla newly requires kv_layout.",
+        "flashinfer-python 0.7.4: (query, kv_cache, workspace_buffer, "
+        "qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, "
+        "max_seq_len, sparse_mla_top_k, out, bmm1_scale, bmm2_scale, sinks, "
+        "skip_softmax_threshold_scale_factor, enable_pdl, backend, is_var_seq, "
+        "uses_shared_paged_kv_idx, lse, return_lse, cute_dsl_impl, kv_scale_format, "
+        "cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, "
+        "sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, "
+        "causal_seqlens_kv_global, use_fp16_softmax, return_lse_base, kv_layout).",
+        "the parameters of a recorded release, without more required ones.",
+        "install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat.",
+    ),
+    "an unreadable signature": Fault(
+        "a MagicMock",
+        {},
+        FlashInferVersionError,
+        "decode_mla cannot tell what this kernel takes.",
+        "a kernel whose signature cannot be read (MagicMock: no signature).",
+        "FlashInfer's function, or a mock that carries its signature.",
+        "build the mock with unittest.mock.create_autospec of a function that has it.",
+    ),
+}
+
+
+def grid(seed: int, size: int) -> list[tuple[str, str, Config]]:
+    """Draw releases, backends and configurations, most of their values right ones."""
+    rng = random.Random(seed)
+    drawn = []
+    for _ in range(size):
+        right = rng.choice((0.6, 0.8, 0.92))
+        chosen = {
+            name: values[0] if rng.random() < right else rng.choice(values)
+            for name, values in CHOICES.items()
+        }
+        backend = rng.choice(BACKENDS)
+        release = rng.choice(("0.6.11", *RELEASES, *SPECIAL))
+        drawn.append((release, backend, config_of(backend, **chosen)))
+    return drawn
+
+
+def test_check_gives_exactly_the_reasons_of_the_call_over_a_grid() -> None:
+    drawn = grid(seed=0, size=600)
+    ran = [assert_parity(abi_of(release), config) for release, _, config in drawn]
+    assert 150 < sum(ran) < 450  # a grid that refuses all or nothing would show nothing
+
+
+@pytest.mark.parametrize("version", ["0.6.11", *RELEASES])
+@pytest.mark.parametrize("dcp_world_size", [1, 8])
+def test_check_gives_exactly_the_reasons_of_the_call_for_each_single_change(
+    version: str, dcp_world_size: int
+) -> None:
+    changes: list[Config] = [{}]
+    changes += [{name: value} for name, values in CHOICES.items() for value in values[1:]]
+    backends = BACKENDS if version == "0.7.4" else ("auto", "cute-dsl", "trtllm-gen")
+    for backend in backends:
+        for change in changes:
+            config = config_of(backend, **({"dcp_world_size": dcp_world_size} | change))
+            assert_parity(recorded(version), config)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "batch", "runs"),
+    [
+        pytest.param(128, 65535, True, id="as many tiles as CUDA has"),
+        pytest.param(128, 65536, False, id="one tile more"),
+        pytest.param(129, 40000, False, id="two tiles a request"),
+        pytest.param(1024, 9000, False, id="eight tiles a request"),
+    ],
+)
+def test_check_knows_the_largest_batch_as_the_call_does(
+    num_heads: int, batch: int, runs: bool
+) -> None:
+    config = config_of("cute-dsl", num_heads=num_heads) | {"batch": batch}
+    reasons = check(recorded("0.7.4"), **config)
+    assert (reasons == ()) == runs
+    if not runs:
+        error = attempt(recorded("0.7.4"), config)
+        assert error is not None
+        assert error.reasons == reasons
+        assert reasons[-1].argument == "query"
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_refusal_says_all_of_this(fault: Fault) -> None:
+    assert_refused(fault)
+
+
+def assert_refused(fault: Fault) -> None:
+    """Render the message of `check`, of the call and of one on another rank; all are the same."""
+    abi, config = abi_of(fault.abi), config_of(**fault.changes)
+    reasons = check(abi, **config)
+    with pytest.raises(fault.error, match=re.escape(fault.summary)) as raised:
+        raise_first(reasons)
+    assert str(raised.value) == fault.text
+    for rank in range(config["dcp_world_size"]):
+        error = attempt(abi, config, rank)
+        assert type(error) is fault.error
+        assert str(error) == fault.text
+
+
+def suggestions(fix: str) -> list[str]:
+    """Backends that a fix tells to pass."""
+    named = re.findall(r"(?:backend=|or )'([a-z-]+)'", fix)
+    return [name for name in named if name in BACKENDS]
+
+
+def assert_fix_works(fault: Fault) -> None:
+    """A backend that a message says to pass takes the call that got the message."""
+    for backend in suggestions(fault.fix):
+        config = config_of(**(dict(fault.changes) | {"backend": backend}))
+        assert check(abi_of(fault.abi), **config) == (), f"{backend} is refused as well"
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_backend_that_a_fix_names_takes_the_call(fault: Fault) -> None:
+    assert_fix_works(fault)
+
+
+def prepared_runs(abi: FlashInferABI, config: Mapping[str, Any]) -> bool:
+    """Whether the same configuration can be prepared and run."""
+    arguments = decode_arguments(config)
+    dcp = arguments.pop("dcp", None)
+    query, kv_cache = arguments.pop("query"), arguments.pop("kv_cache")
+    step: dict[str, Any] = {
+        name: arguments.pop(name)
+        for name in (
+            "workspace_buffer",
+            "block_tables",
+            "seq_lens",
+            "max_seq_len",
+            "cum_seq_lens_q",
+            "max_q_len",
+        )
+        if name in arguments
+    }
+    if dcp is not None:
+        arguments |= {"dcp_world_size": dcp.world_size, "dcp_rank": dcp.rank}
+        step["causal_seqlens_kv_global"] = dcp.causal_seqlens_kv_global
+    facts = {
+        "page_size": kv_cache.shape[-2],
+        "dtype": query.dtype,
+        "kv_dtype": kv_cache.dtype,
+    }
+    with ExitStack() as stack:
+        if config["compute_capability"] is not None:
+            stack.enter_context(gpu(config["compute_capability"]))
+        stack.enter_context(use_kernel(lambda **call: stub_result(**call), abi))
+        try:
+            prepare_decode_mla(**facts, **arguments).run(query, kv_cache, **step)
+        except FlashInferCompatError:
+            return False
+    return True
+
+
+def test_a_prepared_decoder_refuses_what_check_refuses() -> None:
+    for release, backend, config in grid(seed=1, size=300):
+        if backend != "xqa":
+            expected = check(abi_of(release), **config) == ()
+            assert prepared_runs(abi_of(release), config) == expected, f"{config} on {release}"
+
+
+@pytest.mark.parametrize("backend", ["auto", "trtllm-gen", "cute-dsl", "xqa", "reference"])
+def test_every_backend_can_be_prepared(backend: str) -> None:
+    config = config_of(backend, num_heads=128)
+    assert check(recorded("0.7.4"), **config) == ()
+    assert prepared_runs(recorded("0.7.4"), config)
+
+
+NUMBERS = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None], ids=repr)
+def test_check_names_a_number_that_is_none(name: str, value: object) -> None:
+    reasons = check(recorded("0.7.4"), **(config_of() | {"interleave_size": 1, name: value}))
+    assert [(r.error, r.argument) for r in reasons] == [(UnsupportedConfigError, name)]
+    assert reasons[0].found == f"{name}={value!r}."
+
+
+@pytest.mark.parametrize("value", [0, True, "2", None], ids=repr)
+def test_supports_combination_answers_whatever_it_is_given(value: Any) -> None:
+    """Stacks ask it at start-up; it never raises."""
+    given: dict[str, Any] = {"num_heads": 16, "dtype": "bf16", "abi": recorded("0.7.4")}
+    for name in NUMBERS:
+        if (name, value) != ("page_size", None):
+            answer = supports_combination(**(given | {name: value}))
+            assert isinstance(answer, str)
+            assert name in answer
+
+
+def test_a_dtype_may_be_named_in_words() -> None:
+    for name in ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert check(recorded("0.7.4"), **(config_of() | {"dtype": name, "kv_dtype": None})) == ()
+    for name in ("fp8", "fp8_e4m3", "float8_e4m3", torch.float8_e4m3fn):
+        assert check(recorded("0.7.4"), **(config_of() | {"dtype": name, "kv_dtype": name})) == ()
+    for name in ("half", "fp16", torch.float16):
+        fp16 = config_of() | {"dtype": name, "kv_dtype": name}
+        assert check(recorded("0.7.4"), **fp16) == ()
+        assert check(recorded("0.7.4"), **(fp16 | {"backend": "trtllm-gen"})) != ()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("out", torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)),
+        ("sinks", torch.zeros(16)),
+        ("enable_pdl", True),
+        ("skip_softmax_threshold_scale_factor", 1e-3),
+    ],
+)
+def test_an_optional_keyword_that_the_function_lost_is_an_error_only_where_it_is_used(
+    argument: str, value: Any
+) -> None:
+    abi = without("0.7.4", argument)
+    with use_kernel(_strict(abi), abi):
+        assert isinstance(decode_mla(**call()), torch.Tensor)
+        with pytest.raises(FlashInferSignatureError, match=argument):
+            decode_mla(**call(**{argument: value}))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cute-dsl", "trtllm-gen"])
+def test_compact_queries_are_refused_where_the_function_lost_their_keywords(backend: str) -> None:
+    abi = without("0.7.4", "cum_seq_lens_q")
+    config = config_of(backend, varlen=True, q_len=2)
+    reasons = check(abi, **config)
+    assert reasons
+    assert reasons[0].error is FlashInferSignatureError
+    assert "cum_seq_lens_q" in str(reasons[0])
+    assert_parity(abi, config)
+
+
+def _strict(abi: FlashInferABI) -> Any:
+    def kernel(**arguments: Any) -> Any:
+        signature(abi).bind(**arguments)
+        return stub_result(**arguments)
+
+    return kernel
+
+
+# Scenarios, by their numbers in scenarios.md.
+
+
+@pytest.mark.parametrize("interleave", [2, 16, 64])
+def test_s05_s43_an_interleave_above_1_is_refused_where_the_kv_is_split(interleave: int) -> None:
+    lens = torch.full((2,), 28, dtype=torch.int32)
+    with pytest.raises(UnsupportedConfigError, match=str(interleave)) as raised:
+        DCP(4, 0, lens, interleave_size=interleave)
+    text = str(raised.value)
+    assert text == (
+        f"cp_kv_cache_interleave_size={interleave} cannot be masked natively.\n"
+        f"Found: interleave_size={interleave} with dcp_world_size=4.\n"
+        "Needed: cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
+        "local key k of rank r for global position W*k + r.\n"
+        "Fix: start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
+        "disaggregation may have raised it to the block size."
+    )
+    for version in DCP_RELEASES:
+        abi = recorded(version)
+        config = config_of() | {"dcp_world_size": 4, "interleave_size": interleave}
+        assert check(abi, **config) == raised.value.reasons
+        assert not abi.features.native_interleave
+    with (
+        use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")),
+        pytest.raises(UnsupportedConfigError, match="cp_kv_cache_interleave_size") as prepare,
+    ):
+        prepare_decode_mla(
+            page_size=64,
+            dtype=torch.bfloat16,
+            bmm1_scale=0.05,
+            dcp_world_size=4,
+            interleave_size=interleave,
+        )
+    assert str(prepare.value) == text
+
+
+def test_s05_an_interleave_of_1_or_one_rank_passes() -> None:
+    lens = torch.full((2,), 28, dtype=torch.int32)
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**call(), dcp=DCP(4, 0, lens, interleave_size=1))
+        decode_mla(**call(), dcp=DCP(1, 0, lens, interleave_size=64))
+    assert kernel.call_count == 2
+    assert check(recorded("0.7.4"), **(config_of() | {"interleave_size": 64})) == ()
+
+
+def test_s06_the_refusal_points_at_what_raises_the_interleave_on_its_own() -> None:
+    lens = torch.full((2,), 28, dtype=torch.int32)
+    with pytest.raises(UnsupportedConfigError, match="KV connector") as raised:
+        DCP(8, 0, lens, interleave_size=64)
+    assert "block size" in raised.value.fix
+
+
+def test_s14_dcp_names_the_one_backend_that_masks_and_the_other_path() -> None:
+    lens = torch.full((2,), 14, dtype=torch.int32)
+    kernel = mock_kernel("0.7.4")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(UnsupportedConfigError, match="trtllm-gen") as raised,
+    ):
+        decode_mla(**call(backend="trtllm-gen"), dcp=DCP(2, 0, lens))
+    kernel.assert_not_called()
+    for words in ("'cute-dsl', the only one", "0.6.17 or newer", "merged", "one query token"):
+        assert words in str(raised.value)
+
+
+def test_s19_compact_queries_with_dcp_need_a_release_that_no_signature_shows() -> None:
+    config = config_of(dcp_world_size=8, varlen=True, q_len=3)
+    for name in ("0.6.17", "0.6.18", "unknown with 0.7.0's signature"):
+        (reason,) = check(abi_of(name), **config)
+        assert reason.error is FlashInferVersionError
+        assert "0.7.0" in reason.needed
+        assert "uniform query [B, q_len, H, D]" in reason.fix
+    for name in ("0.7.0", "0.7.1", "0.7.4", "unknown with 0.7.1's signature"):
+        assert check(abi_of(name), **config) == ()
+
+
+def test_s22_head_counts_are_refused_by_the_backend_that_cannot_tile_them() -> None:
+    for version in RELEASES:
+        (reason,) = check(recorded(version), **config_of("trtllm-gen", num_heads=96))
+        assert "96" in reason.summary
+        assert "cute-dsl" in reason.fix
+    for version in DCP_RELEASES:
+        for num_heads in (96, 24, 1, 128):
+            for world in (1, 8):
+                config = config_of("cute-dsl", num_heads=num_heads, dcp_world_size=world)
+                assert check(recorded(version), **config) == ()
+        for num_heads in (129, 256):
+            (reason,) = check(recorded(version), **config_of("cute-dsl", num_heads=num_heads))
+            assert reason.needed == "1 to 128."
+    (reason,) = check(recorded("0.6.11"), **config_of("trtllm-gen", num_heads=96))
+    assert reason.error is FlashInferVersionError
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize(
+    ("page_size", "step", "after"), [(32, 4, 296), (64, 2, 296), (16, 8, 296), (2, 64, 320)]
+)
+def test_s23_a_table_width_that_cute_dsl_cannot_read_is_refused_with_the_next(
+    version: str, page_size: int, step: int, after: int
+) -> None:
+    config = config_of("cute-dsl", page_size=page_size) | {"block_table_width": 295}
+    (reason,) = check(recorded(version), **config)
+    assert (reason.error, reason.argument) == (UnsupportedConfigError, "block_tables")
+    assert "295" in reason.found
+    assert reason.needed == f"a multiple of {step} (128 / page_size); the next is {after}."
+    for width in (after, None):
+        assert check(recorded(version), **(config | {"block_table_width": width})) == ()
+    any_width = config_of("cute-dsl", page_size=128) | {"block_table_width": 295}
+    assert check(recorded(version), **any_width) == ()
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("page_size", [256, 1, 48])
+def test_s24_a_page_size_that_cute_dsl_cannot_read_is_refused_with_all_that_it_can(
+    version: str, page_size: int
+) -> None:
+    config = config_of("cute-dsl", page_size=page_size) | {"block_table_width": None}
+    (reason,) = check(recorded(version), **config)
+    assert (reason.error, reason.argument) == (UnsupportedConfigError, "page_size")
+    assert reason.needed == "one of 2, 4, 8, 16, 32, 64, 128."
+    for allowed in (2, 4, 8, 16, 32, 64, 128):
+        assert check(recorded(version), **config_of("cute-dsl", page_size=allowed)) == ()
+
+
+@pytest.mark.parametrize("backend", ["auto", "cute-dsl", "reference"])
+def test_s34_sinks_with_dcp_are_refused_and_never_dropped(backend: str) -> None:
+    kernel = mock_kernel("0.7.4")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(UnsupportedConfigError, match="sinks cannot be combined with DCP"),
+    ):
+        decode_mla(**call(backend=backend, sinks=torch.zeros(16)), dcp=dcp_of())
+    kernel.assert_not_called()
+
+
+@pytest.mark.parametrize("backend", ["auto", "trtllm-gen", "cute-dsl"])
+@pytest.mark.parametrize("off", [None, 0, 0.0, -0.0], ids=repr)
+def test_s35_skip_softmax_switched_off_is_left_out(backend: str, off: float | None) -> None:
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**call(backend=backend, skip_softmax_threshold_scale_factor=off))
+        if backend != "trtllm-gen":
+            given = call(backend=backend, skip_softmax_threshold_scale_factor=off)
+            decode_mla(**given, dcp=dcp_of())
+    for made in kernel.call_args_list:
+        assert "skip_softmax_threshold_scale_factor" not in made.kwargs
+
+
+def test_s35_skip_softmax_reaches_trtllm_gen_and_no_other_backend() -> None:
+    kernel = mock_kernel("0.7.4")
+    given = call(skip_softmax_threshold_scale_factor=1e-3)
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**given)
+        assert kernel.call_args.kwargs["backend"] == "trtllm-gen"
+        assert kernel.call_args.kwargs["skip_softmax_threshold_scale_factor"] == 1e-3
+        kernel.reset_mock()
+        with pytest.raises(
+            UnsupportedConfigError, match=r"cute-dsl.*skip_softmax_threshold_scale_factor"
+        ):
+            decode_mla(**given | {"backend": "cute-dsl"})
+    kernel.assert_not_called()
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_s38_a_non_causal_block_with_dcp_is_sent_to_flatten_query_rows(q_len: int) -> None:
+    (reason,) = check(recorded("0.7.4"), **config_of(causal=False, q_len=q_len, dcp_world_size=4))
+    assert "flatten_query_rows" in reason.fix
+    rows = flatten_query_rows(
+        torch.tensor([0, 1, 4], dtype=torch.int32),
+        4,
+        torch.tensor([[5], [6]], dtype=torch.int32),
+        torch.tensor([2, 3], dtype=torch.int32),
+        torch.tensor([8, 12], dtype=torch.int32),
+    )
+    assert rows.block_tables.tolist() == [[5], [6], [6], [6]]
+    assert rows.seq_lens.tolist() == [2, 3, 3, 3]
+    assert rows.causal_seqlens_kv_global is not None
+    assert rows.causal_seqlens_kv_global.tolist() == [8, 12, 12, 12]
+
+
+# S39: versions in messages come from the feature table.
+
+VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.post\d+)?\b")
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_s39_a_version_that_is_needed_stands_in_the_feature_table(fault: Fault) -> None:
+    assert_versions_known(fault)
+
+
+def assert_versions_known(fault: Fault) -> None:
+    since = {row.since for row in FEATURES}
+    noted = {version for row in FEATURES for version in VERSION.findall(row.evidence)}
+    for reason in check(abi_of(fault.abi), **config_of(**fault.changes)):
+        assert set(VERSION.findall(reason.fix)) <= since
+        assert set(VERSION.findall(reason.needed)) <= since | noted
+
+
+def test_s39_a_row_that_moves_takes_every_message_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved = {
+        row.name: row._replace(since="9.9.9") if row.since == "0.6.17" else row for row in FEATURES
+    }
+    monkeypatch.setattr("fi_dcp_compat.abi.ROWS", moved)
+    monkeypatch.setattr("fi_dcp_compat.guards.ROWS", moved)
+    for name in ("older than native DCP", "trtllm-gen with DCP", "xqa with DCP"):
+        fault = FAULTS[name]
+        text = "\n".join(map(str, check(abi_of(fault.abi), **config_of(**fault.changes))))
+        assert "9.9.9 or newer" in text
+        assert "0.6.17" not in text
