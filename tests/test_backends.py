@@ -655,7 +655,8 @@ def test_12_runs_xqa_and_says_what_xqa_lacks(capability: tuple[int, int]) -> Non
             {"dtypes": ("float16", "float16")},
         )
         for change in changes:
-            config = config_of(**({"num_heads": 128, "compute_capability": capability} | change))
+            base: dict[str, Any] = {"num_heads": 128, "compute_capability": capability}
+            config = config_of(**(base | change))
             (reason,) = check(recorded(version), **config)
             assert "backend='xqa'" in reason.summary
 
