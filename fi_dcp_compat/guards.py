@@ -131,9 +131,11 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
     """Return why `config` cannot run on `abi`, the first to raise first; empty if it can."""
     found = list(_value_reasons(config))
-    if not found and config.backend != "reference":
+    if found:
+        return tuple(found)
+    if config.backend != "reference":
         found += _abi_reasons(abi, config)
-    if not found and config.dcp_world_size > 1:
+    if config.dcp_world_size > 1:
         found += _dcp_reasons(abi, config)
     if found:
         return tuple(found)

@@ -89,6 +89,7 @@ class Plan(NamedTuple):
     known: frozenset[str]
     out_dtype: torch.dtype
     strided_tables: bool
+    xqa: bool
 
 
 def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
@@ -123,6 +124,7 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
         known=frozenset(parameter.name for parameter in abi.parameters),
         out_dtype=out_dtype,
         strided_tables=path.may_run == ("cute-dsl",),
+        xqa=path.backend == "xqa",
     )
 
 

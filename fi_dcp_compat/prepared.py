@@ -141,9 +141,13 @@ class MLADecoder:
             return_lse=settings.return_lse,
             strided_tables=plan.strided_tables,
         )
+        # FlashInfer has no causal flag: a one-token row sees the whole context.
+        rows = layout
+        if not settings.causal and (layout.compact or layout.q_len > 1):
+            rows = layout._replace(batch=layout.num_tokens, q_len=1, compact=False)
         check_workspace(
             step,
-            layout,
+            rows,
             self._binding.abi,
             backend=path.may_run[0],
             return_lse=settings.return_lse,
@@ -163,11 +167,11 @@ class MLADecoder:
             debug.check_values(
                 step, layout, cache.shape, settings.dcp_world_size, settings.dcp_rank
             )
-        arguments = self._step_arguments(step, layout, plan)
+        arguments = _step_arguments(step, layout, rows, plan)
         arguments["kv_cache"] = cache
         bmm2_scale = 1.0 if bmm2_scale is None else bmm2_scale
         # xqa multiplies the scores by both (mla_sm120.cu:464); trtllm-gen and cute-dsl do not.
-        arguments["bmm1_scale"] = bmm1_scale / bmm2_scale if path.backend == "xqa" else bmm1_scale
+        arguments["bmm1_scale"] = bmm1_scale / bmm2_scale if plan.xqa else bmm1_scale
         arguments["bmm2_scale"] = bmm2_scale
         if sinks is not None:
             arguments["sinks"] = sinks
@@ -189,8 +193,8 @@ class MLADecoder:
         settings = self._settings
         # Width and batch are keys only where a rule may refuse them, so the cache stays small.
         odd_width = width if width % max(1, 128 // settings.page_size) else None
-        tiles = -(-layout.q_len * layout.num_heads // CUTE_DSL_TILE_ROWS)
-        large_batch = layout.batch if layout.batch * tiles > GRID_Y_MAX else None
+        tiles = layout.batch * layout.q_len * (layout.num_heads // CUTE_DSL_TILE_ROWS + 1)
+        large_batch = layout.batch if tiles > GRID_Y_MAX else None
         capability = None if gpu is None else gpu.capability
         key = (layout.num_heads, layout.q_len, layout.compact, odd_width, large_batch, capability)
         plan = self._plans.get(key)
@@ -205,44 +209,6 @@ class MLADecoder:
             )
             plan = self._plans[key] = make_plan(self._binding.abi, settings, config)
         return plan
-
-    def _step_arguments(self, step: Step, layout: QueryLayout, plan: Plan) -> dict[str, object]:
-        query, block_tables, seq_lens = step.query, step.block_tables, step.seq_lens
-        batch, q_len, compact = layout.batch, layout.q_len, layout.compact
-        if not self._settings.causal and (compact or q_len > 1):
-            # FlashInfer has no causal flag: a one-token row sees the whole context.
-            if step.cum_seq_lens_q is not None:
-                block_tables, seq_lens, _ = flatten_query_rows(
-                    step.cum_seq_lens_q, layout.num_tokens, block_tables, seq_lens
-                )
-            else:
-                block_tables = block_tables.repeat_interleave(q_len, dim=0)
-                seq_lens = seq_lens.repeat_interleave(q_len)
-            batch, q_len, compact = layout.num_tokens, 1, False
-        if not compact and query.shape[:-2] != (batch, q_len):
-            query = query.reshape(batch, q_len, layout.num_heads, query.shape[-1])
-        arguments = plan.keywords | {
-            "query": query,
-            "workspace_buffer": step.workspace_buffer,
-            "block_tables": block_tables,
-            "seq_lens": seq_lens,
-            # FlashInfer refuses 0, and a rank may hold no key of its batch.
-            "max_seq_len": step.max_seq_len or 1,
-        }
-        if step.lse is not None:
-            arguments["lse"] = step.lse.view(layout.num_tokens, layout.num_heads)
-        if step.out is not None:
-            out = step.out
-            shape = query.shape[:-1] if plan.route.backend != "xqa" else (batch, layout.num_heads)
-            arguments["out"] = out if compact else out.view(*shape, out.shape[-1])
-        if compact:
-            arguments["cum_seq_lens_q"] = step.cum_seq_lens_q
-            arguments["max_q_len"] = step.max_q_len
-        if self._settings.dcp_world_size > 1:
-            arguments["causal_seqlens_kv_global"] = step.causal_seqlens_kv_global
-        elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
-            arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
-        return arguments
 
     def _call(self, arguments: dict[str, object]) -> tuple[Tensor, Tensor | None]:
         try:
@@ -275,3 +241,41 @@ class MLADecoder:
             fix="give the mock a return value of that form, or report the release.",
             argument="return_lse",
         )
+
+
+def _step_arguments(
+    step: Step, layout: QueryLayout, rows: QueryLayout, plan: Plan
+) -> dict[str, object]:
+    """Return the keywords of one step; `rows` is `layout` as the kernel gets it."""
+    query, block_tables, seq_lens = step.query, step.block_tables, step.seq_lens
+    if rows is not layout:
+        if step.cum_seq_lens_q is not None:
+            block_tables, seq_lens, _ = flatten_query_rows(
+                step.cum_seq_lens_q, layout.num_tokens, block_tables, seq_lens
+            )
+        else:
+            block_tables = block_tables.repeat_interleave(layout.q_len, dim=0)
+            seq_lens = seq_lens.repeat_interleave(layout.q_len)
+    if not rows.compact and query.shape[:-2] != (rows.batch, rows.q_len):
+        query = query.reshape(rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
+    arguments = plan.keywords | {
+        "query": query,
+        "workspace_buffer": step.workspace_buffer,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        # FlashInfer refuses 0, and a rank may hold no key of its batch.
+        "max_seq_len": step.max_seq_len or 1,
+    }
+    if step.lse is not None:
+        arguments["lse"] = step.lse.view(layout.num_tokens, layout.num_heads)
+    if step.out is not None:
+        shape = (rows.batch, layout.num_heads) if plan.xqa else query.shape[:-1]
+        arguments["out"] = step.out.view(*shape, step.out.shape[-1])
+    if rows.compact:
+        arguments["cum_seq_lens_q"] = step.cum_seq_lens_q
+        arguments["max_q_len"] = step.max_q_len
+    if "enable_dcp" in plan.keywords:
+        arguments["causal_seqlens_kv_global"] = step.causal_seqlens_kv_global
+    elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
+        arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
+    return arguments
