@@ -16,6 +16,21 @@ __all__ = ["DISTRIBUTION", "FUNCTION", "FlashInferABI", "Parameter", "missing_fe
 DISTRIBUTION = "flashinfer-python"
 FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
 ASSUME_VERSION = "FI_DCP_COMPAT_ASSUME_VERSION"
+# What decode_mla always passes; FlashInfer has had these since 0.6.0.
+CORE_KEYWORDS = (
+    "query",
+    "kv_cache",
+    "workspace_buffer",
+    "qk_nope_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "block_tables",
+    "seq_lens",
+    "max_seq_len",
+    "bmm1_scale",
+    "bmm2_scale",
+    "backend",
+)
 
 
 class Parameter(NamedTuple):
@@ -63,7 +78,7 @@ class FlashInferABI:
     """
 
     version: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Parameter, ...] = field(repr=False)
     entry_point: str = ""
     source: Literal["live", "static", "recorded"] = "recorded"
     companions: tuple[tuple[str, str], ...] = ()
@@ -168,7 +183,8 @@ def missing_feature(
             f"{asked} cannot tell what this kernel takes.",
             f"a kernel whose signature cannot be read ({abi.unreadable}).",
             "FlashInfer's function, or a mock that carries its signature.",
-            "build the mock with unittest.mock.create_autospec of a function that has it.",
+            "build the mock with unittest.mock.create_autospec of a function that has it, or say "
+            f'what it stands for: use_kernel(mock, recorded("{ROWS["native_dcp"].since}")).',
         )
     gone = abi.lacks(*row.keywords)
     fix = upgrade_command(abi, row.since)

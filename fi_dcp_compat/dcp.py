@@ -62,12 +62,17 @@ class DCP:
             raise reason.exception()
 
 
-def check_ranks(world_size: int, rank: int, interleave_size: int) -> None:
+_NAMES = ("world_size (FlashInfer: cp_world)", "rank (FlashInfer: cp_rank)", "interleave_size")
+
+
+def check_ranks(
+    world_size: int, rank: int, interleave_size: int, names: tuple[str, str, str] = _NAMES
+) -> None:
     """Raise InvalidInputError unless the three are ints in their ranges."""
     for name, value, low, high in (
-        ("world_size (FlashInfer: cp_world)", world_size, 1, None),
-        ("rank (FlashInfer: cp_rank)", rank, 0, world_size),
-        ("interleave_size", interleave_size, 1, None),
+        (names[0], world_size, 1, None),
+        (names[1], rank, 0, world_size),
+        (names[2], interleave_size, 1, None),
     ):
         if type(value) is int and value >= low and (high is None or value < high):
             continue
@@ -76,7 +81,9 @@ def check_ranks(world_size: int, rank: int, interleave_size: int) -> None:
             f"{name} must be an int {bound}.",
             found=f"{value!r} ({type(value).__name__}).",
             needed=f"an int {bound}; bool and NumPy integers are not taken.",
-            fix="pass int(...) of the group's value.",
+            fix="pass the value of this process's own DCP group."
+            if type(value) is int
+            else "pass int(...) of the group's value.",
             argument=name.split()[0],
             value=value,
         )

@@ -19,12 +19,13 @@ from .dcp import DCP, check_ranks
 from .errors import raise_first
 from .features import LseBase
 from .guards import Backend, config_reasons
-from .inputs import Step, invalid, is_tensor
+from .inputs import Step, require_cache
 from .lse import MLAState, check_lse_base
-from .plans import Settings, bind
+from .plans import Settings, bind, check_dtypes, check_settings
 from .prepared import MLADecoder
 from .probing import Binding
 from .scales import require_scales, skip_softmax_factor
+from .validation import invalid, is_tensor
 
 __all__ = ["decode_mla", "prepare_decode_mla"]
 
@@ -191,11 +192,10 @@ def decode_mla(
     """
     binding = bind(backend)
     check_lse_base(lse_base)
+    check_settings(causal, return_lse, enable_pdl, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
     if not is_tensor(query):
         invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
-    if not is_tensor(kv_cache) or kv_cache.ndim not in (3, 4):
-        needed = "[num_pages, page_size, D] or [num_pages, 1, page_size, D]"
-        invalid("kv_cache", f"must be {needed}", kv_cache, needed, "reshape it")
+    require_cache(kv_cache)
     if dcp is not None and not isinstance(dcp, DCP):
         invalid("dcp", "must be a DCP", dcp, "DCP(world_size, rank, lengths)", "build a DCP")
     settings = Settings(
@@ -268,6 +268,8 @@ def prepare_decode_mla(
     """
     check_ranks(dcp_world_size, dcp_rank, interleave_size)
     check_lse_base(lse_base)
+    check_settings(causal, return_lse, enable_pdl, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    check_dtypes(dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype)
     binding = bind(backend)
     settings = Settings(
         page_size=page_size,
@@ -288,7 +290,6 @@ def prepare_decode_mla(
         skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
         enable_pdl=enable_pdl,
     )
-    settings.require_types()
     raise_first(config_reasons(binding.abi, settings.config()))
     require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
     return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks)
@@ -296,5 +297,4 @@ def prepare_decode_mla(
 
 @lru_cache(maxsize=256)
 def _prepared(binding: Binding, settings: Settings) -> MLADecoder:
-    settings.require_types()
     return MLADecoder(binding, settings)

@@ -5,32 +5,26 @@ It imports neither torch nor flashinfer, so it answers where importing either fa
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
+from dataclasses import asdict
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from .abi import DISTRIBUTION, FlashInferABI, missing_feature, parse_version
+from .abi import ASSUME_VERSION, DISTRIBUTION, FlashInferABI, missing_feature, parse_version
 from .errors import FlashInferCompatError
 from .features import IMPORT_NEEDS_CUDA, ROWS
 from .installed import COMPANIONS, find_distribution, installed_distributions
-from .probing import installed_version, probe
+from .machine import Gpu, torch_is_cpu_only, visible_gpus
+from .probing import assumed_version, installed_version, probe
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
 CUTLASS_DSL = "nvidia-cutlass-dsl"
 NO_VERSION_CHECK = "FLASHINFER_DISABLE_VERSION_CHECK"
 PACKAGES = (DISTRIBUTION, *COMPANIONS, CUTLASS_DSL, "torch")
-
-
-class Gpu(NamedTuple):
-    """One GPU as the driver names it."""
-
-    name: str
-    compute_capability: tuple[int, int]
 
 
 class Finding(NamedTuple):
@@ -78,6 +72,7 @@ class Diagnosis(NamedTuple):
                 "entry_point": abi.entry_point,
                 "source": abi.source,
                 "parameters": [parameter.name for parameter in abi.parameters],
+                "features": asdict(abi.features),
             },
             "gpus": [
                 {"name": gpu.name, "compute_capability": list(gpu.compute_capability)}
@@ -89,17 +84,20 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(*, live: bool = False) -> Diagnosis:
-    """Look at this machine; with `live`, import FlashInfer too and say so if that fails."""
+    """Look at this machine; with `live`, import FlashInfer too and judge what that gives."""
     versions = installed_distributions(PACKAGES)
     reasons: list[Finding] = []
     notes: list[Finding] = []
+    gpus = visible_gpus()
     abi: FlashInferABI | None = None
-    gpus = _gpus()
-    try:
-        abi = probe(static=True)
-    except FlashInferCompatError as exc:
-        reasons.append(_finding(exc))
-    else:
+    for static in (False, True) if live else (True,):
+        try:
+            abi = probe(static=static)
+            break
+        except FlashInferCompatError as exc:
+            if _finding(exc) not in reasons:
+                reasons.append(_finding(exc))
+    if abi is not None:
         missing = missing_feature(abi, "native_dcp", asked="Native DCP")
         if missing is not None:
             reasons.append(Finding(f"{missing.summary} Found: {missing.found}", missing.fix))
@@ -107,15 +105,12 @@ def diagnose(*, live: bool = False) -> Diagnosis:
         companions, harmless = _companion_problems(versions)
         reasons += companions
         notes += harmless
+        if assumed_version() is not None:
+            problem = f"{ASSUME_VERSION}={abi.version}: what is installed is taken for it."
+            notes.append(Finding(problem, f"unset {ASSUME_VERSION} for the real version."))
     reasons += _torch_problems(versions.get("torch"))
     reasons += _gpu_problems(gpus, abi)
-    if live and abi is not None:
-        try:
-            probe()
-        except FlashInferCompatError as exc:
-            reasons.append(_finding(exc))
-    installed = {name: versions.get(name) for name in PACKAGES}
-    return Diagnosis(installed, abi, gpus, reasons, notes)
+    return Diagnosis({name: versions.get(name) for name in PACKAGES}, abi, gpus, reasons, notes)
 
 
 def _finding(exc: FlashInferCompatError) -> Finding:
@@ -125,7 +120,7 @@ def _finding(exc: FlashInferCompatError) -> Finding:
 def _torch_problems(version: str | None) -> list[Finding]:
     if version is None:
         return [Finding("torch is not installed.", "pip install torch (a CUDA build).")]
-    if not _torch_is_cpu_only():
+    if not torch_is_cpu_only():
         return []
     flashinfer = installed_version()
     release = parse_version(flashinfer)
@@ -240,42 +235,6 @@ def _gpu_problems(gpus: list[Gpu], abi: FlashInferABI | None) -> list[Finding]:
     ]
 
 
-def _torch_is_cpu_only() -> bool:
-    folder = find_distribution("torch")
-    if folder is None:
-        return False
-    try:
-        text = (folder.parent / "torch" / "version.py").read_text(
-            encoding="utf-8", errors="replace"
-        )
-    except OSError:
-        return False
-    return bool(re.search(r"^cuda(?::.*)?\s*=\s*None", text, re.MULTILINE))
-
-
-def _gpus() -> list[Gpu]:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    found: list[Gpu] = []
-    for index in range(count.value):
-        device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceGetName(name, len(name), device)
-        capability: list[int] = []
-        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-        for attribute in (75, 76):
-            value = ctypes.c_int()
-            cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            capability.append(value.value)
-        found.append(Gpu(name.value.decode(), (capability[0], capability[1])))
-    return found
-
-
 def render(diagnosis: Diagnosis) -> str:
     """Write the diagnosis for people."""
     width = max(map(len, diagnosis.installed))
@@ -288,6 +247,18 @@ def render(diagnosis: Diagnosis) -> str:
         lines.append(f"{'GPU':<{width}}  {gpu.name}, compute capability {major}.{minor}")
     if not diagnosis.gpus:
         lines.append(f"{'GPU':<{width}}  none")
+    if diagnosis.abi is not None:
+        has = diagnosis.abi.features
+        can = {
+            "native DCP": has.native_dcp,
+            "variable query lengths with DCP": has.varlen_dcp,
+            "LSE": has.return_lse,
+            "choice of the LSE base": has.return_lse_base,
+        }
+        shown = ", ".join(f"{what} {'yes' if able else 'no'}" for what, able in can.items())
+        sources = {"live": "imported", "static": "read from its files", "recorded": "recorded"}
+        source = sources[diagnosis.abi.source]
+        lines.append(f"{'function':<{width}}  {shown} ({source})")
     lines += ["", f"Native DCP: {'can work' if diagnosis.native_dcp else 'cannot work here'}"]
     for title, findings in (("Reason", diagnosis.reasons), ("Note", diagnosis.notes)):
         for number, finding in enumerate(findings, 1):

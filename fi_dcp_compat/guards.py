@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from .abi import DISTRIBUTION, FUNCTION, FlashInferABI, missing_feature
+from .abi import CORE_KEYWORDS, DISTRIBUTION, FUNCTION, FlashInferABI, missing_feature
 from .backends import BACKENDS, RULES, Config, arch_reason, refused
-from .errors import FlashInferSignatureError, Reason
+from .errors import (
+    FlashInferSignatureError,
+    Reason,
+    UnsupportedConfigError,
+)
 from .features import ROWS
 
 if TYPE_CHECKING:
@@ -17,21 +21,6 @@ __all__ = ["Backend", "backend_reasons", "candidates", "check", "config_reasons"
 
 Backend = Literal["auto", "trtllm-gen", "cute-dsl", "xqa", "reference"]
 
-# What decode_mla always passes; FlashInfer has had these since 0.6.0.
-CORE_KEYWORDS = (
-    "query",
-    "kv_cache",
-    "workspace_buffer",
-    "qk_nope_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "block_tables",
-    "seq_lens",
-    "max_seq_len",
-    "bmm1_scale",
-    "bmm2_scale",
-    "backend",
-)
 _ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -135,26 +124,30 @@ def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
         return tuple(found)
     if config.backend != "reference":
         found += _abi_reasons(abi, config)
-    if config.dcp_world_size > 1:
-        found += _dcp_reasons(abi, config)
-    if found:
+    if abi.unreadable and found:
         return tuple(found)
     names = candidates(config)
+    if config.dcp_world_size > 1:
+        found += _dcp_reasons(abi, config)
+        # The reasons above speak for these; what is left is what the kernel itself cannot do.
+        config = config._replace(causal=True, sinks=False, skip_softmax=False)
     if not names and config.compute_capability is not None:
         needed = "10.x (trtllm-gen, cute-dsl) or 12.x (xqa)"
-        return (arch_reason(config.backend, config.compute_capability, needed),)
+        found.append(arch_reason(config.backend, config.compute_capability, needed))
     per_backend = [backend_reasons(abi, config, name) for name in names]
-    if not all(per_backend):
-        return ()
-    return tuple(dict.fromkeys(reason for reasons in per_backend for reason in reasons))
+    if all(per_backend):
+        rules = [reason for reasons in per_backend for reason in reasons]
+        # Beside a reason above, an upgrade that a backend asks for would only repeat it.
+        found += [r for r in rules if r.error is UnsupportedConfigError] if found else rules
+    return tuple(dict.fromkeys(found))
 
 
 def candidates(config: Config) -> tuple[str, ...]:
     """Return the backends that may run `config`, the preferred one first."""
+    if config.dcp_world_size > 1 and config.backend != "reference":
+        return ("cute-dsl",)
     if config.backend != "auto":
         return (config.backend,)
-    if config.dcp_world_size > 1:
-        return ("cute-dsl",)
     if config.compute_capability is None or config.compute_capability[0] == 10:
         return ("trtllm-gen", "cute-dsl")
     return ("xqa",) if config.compute_capability[0] == 12 else ()

@@ -7,19 +7,31 @@ Dimensions are those of `decode`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import InvalidInputError, UnsupportedConfigError
+from .errors import UnsupportedConfigError
+from .validation import (
+    ADDRESS_FIX,
+    POINTER_ALIGNMENT,
+    describe,
+    invalid,
+    is_tensor,
+    require_int,
+    require_tensor,
+)
 
-__all__ = ["QueryLayout", "Step", "cache_view", "check_step", "query_layout", "require_tensor"]
-
-# The compiled cute-dsl kernels assert these alignments of data_ptr, in bytes (facts, section 4).
-POINTER_ALIGNMENT = 16
-WORKSPACE_ALIGNMENT = 32
-_ADDRESS_FIX = "give the kernel a tensor of its own (clone once per step), not a view into another."
+__all__ = [
+    "QueryLayout",
+    "Step",
+    "cache_view",
+    "check_step",
+    "query_layout",
+    "require_cache",
+    "require_sinks",
+]
 
 
 class Step(NamedTuple):
@@ -50,95 +62,6 @@ class QueryLayout(NamedTuple):
     compact: bool
 
 
-def is_tensor(value: object) -> bool:
-    """Return whether it is a tensor, whatever its annotation promises."""
-    return isinstance(value, Tensor)
-
-
-def describe(value: object) -> str:
-    """Show a value in a message: a tensor by shape, dtype and device, never by contents."""
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} {value.dtype} on {value.device}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {', '.join(map(describe, value)) or 'nothing'}"
-    return f"{value!r} ({type(value).__name__})"
-
-
-def invalid(argument: str, problem: str, value: object, needed: str, fix: str) -> NoReturn:
-    """Raise InvalidInputError for `argument`."""
-    shown = describe(value)
-    raise InvalidInputError(
-        f"{argument} {problem}.",
-        found=f"{argument}: {shown}.",
-        needed=f"{needed}.",
-        fix=fix if fix.endswith(".") else f"{fix}.",
-        argument=argument,
-        value=value if isinstance(value, (int, float, str, type(None))) else shown,
-    )
-
-
-def require_tensor(
-    argument: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    contiguous: bool = True,
-    alignment: int = POINTER_ALIGNMENT,
-) -> None:
-    """Raise InvalidInputError unless the kernel can read `tensor` through its pointer."""
-    if (
-        is_tensor(tensor)
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.device == device
-        and (tensor.is_contiguous() if contiguous else tensor.stride(-1) == 1)
-        and tensor.data_ptr() % alignment == 0
-    ):
-        return
-    needed = f"{list(shape)} {dtype} on {device}"
-    if not is_tensor(tensor):
-        invalid(argument, "must be a tensor", tensor, needed, "pass a tensor")
-    if tensor.dtype is not dtype:
-        invalid(
-            argument,
-            f"must be {dtype}, not {tensor.dtype}",
-            tensor,
-            f"{needed}; the kernel reads it through a raw pointer",
-            f"cast it once per step, not per layer: {argument}.to({dtype})",
-        )
-    if tensor.shape != shape:
-        problem = f"must have shape {list(shape)}, not {list(tensor.shape)}"
-        invalid(argument, problem, tensor, needed, "pass the tensor of this batch")
-    if tensor.device != device:
-        problem = f"is on {tensor.device}, but the query is on {device}"
-        invalid(argument, problem, tensor, needed, f"move it once per step to {device}")
-    if tensor.data_ptr() % alignment:
-        invalid(
-            argument,
-            f"must start at a multiple of {alignment} bytes",
-            tensor,
-            f"{needed}, {alignment}-byte aligned; this one is off by "
-            f"{tensor.data_ptr() % alignment}",
-            _ADDRESS_FIX,
-        )
-    strides = f"strides {list(tensor.stride())}"
-    invalid(argument, f"must be contiguous, not {strides}", tensor, needed, _ADDRESS_FIX)
-
-
-def require_int(argument: str, value: int, low: int) -> None:
-    """Raise InvalidInputError unless `value` is an int, not a bool, of at least `low`."""
-    if type(value) is not int or value < low:
-        invalid(
-            argument,
-            f"must be an int of at least {low}",
-            value,
-            f"an int of at least {low}",
-            "pass a host int, not a tensor; int(...) of it once per step",
-        )
-
-
 def query_layout(step: Step, head_dim: int) -> QueryLayout:
     """Read the layout off the shapes, or raise InvalidInputError where they do not fit."""
     query, block_tables, max_q_len = step.query, step.block_tables, step.max_q_len
@@ -150,7 +73,7 @@ def query_layout(step: Step, head_dim: int) -> QueryLayout:
         invalid("query", f"must have {needed}", query, needed, "join latent and rope parts")
     if query.stride(-1) != 1 or query.data_ptr() % POINTER_ALIGNMENT:
         needed = f"a unit stride in the last dimension and a {POINTER_ALIGNMENT}-byte aligned start"
-        invalid("query", f"must have {needed}", query, needed, _ADDRESS_FIX)
+        invalid("query", f"must have {needed}", query, needed, ADDRESS_FIX)
     if not is_tensor(block_tables) or block_tables.ndim != 2:
         invalid(
             "block_tables", "must be [B, width]", block_tables, "[B, width] int32", "reshape it"
@@ -210,11 +133,22 @@ def _rectangular(
     return QueryLayout(batch, q_len, heads, batch * q_len, flat=False, compact=False)
 
 
+def require_cache(kv_cache: Tensor) -> None:
+    """Raise InvalidInputError unless the cache has a page size to read off."""
+    if not is_tensor(kv_cache) or kv_cache.ndim not in (3, 4):
+        needed = "[num_pages, page_size, D] or [num_pages, 1, page_size, D]"
+        invalid("kv_cache", f"must be {needed}", kv_cache, needed, "reshape it")
+
+
 def cache_view(
     kv_cache: Tensor, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the cache as [num_pages, 1, page_size, D], or raise where it cannot be read so."""
+    require_cache(kv_cache)
     cache = kv_cache.unsqueeze(1) if kv_cache.ndim == 3 else kv_cache
+    if cache.shape[1:] == (1, cache.shape[2], head_dim) and cache.shape[2] != page_size:
+        needed = f"pages of {page_size} tokens, which the decoder was prepared for"
+        invalid("kv_cache", f"must have {needed}", kv_cache, needed, "prepare another decoder")
     if cache.shape[1:] != (1, page_size, head_dim):
         shapes = f"[num_pages, {page_size}, {head_dim}] or [num_pages, 1, {page_size}, {head_dim}]"
         parts = "kv_lora_rank + qk_rope_head_dim"
@@ -228,14 +162,15 @@ def cache_view(
         )
     # Pages may lie apart (one layer's view of a pool of layers); a page itself may not.
     if (
-        cache.dtype is dtype
-        and cache.device == device
-        and cache.stride()[2:] == (head_dim, 1)
-        and cache.data_ptr() % POINTER_ALIGNMENT == 0
+        cache.dtype is not dtype
+        or cache.device != device
+        or cache.stride()[2:] != (head_dim, 1)
+        or cache.data_ptr() % POINTER_ALIGNMENT
     ):
-        return cache
-    needed = f"{dtype} on {device}, each page contiguous, {POINTER_ALIGNMENT}-byte aligned"
-    invalid("kv_cache", f"must be {needed}", kv_cache, needed, "pass the cache as it was allocated")
+        needed = f"{dtype} on {device}, each page contiguous, {POINTER_ALIGNMENT}-byte aligned"
+        fix = "pass the cache as it was allocated"
+        invalid("kv_cache", f"must be {needed}", kv_cache, needed, fix)
+    return cache
 
 
 def check_step(

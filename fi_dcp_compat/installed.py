@@ -74,7 +74,7 @@ def read_parameters(sources: Mapping[str, _Source]) -> tuple[tuple[Parameter, ..
         match = _HEADER.search(text)
         try:
             tree = ast.parse(f"{match[0]} pass" if match else text)
-        except SyntaxError as exc:
+        except (SyntaxError, ValueError) as exc:
             raise FlashInferImportError(
                 "A file of FlashInfer is no Python.",
                 found=f"{source}: {exc}.",

@@ -41,7 +41,7 @@ def check_lse_base(base: str) -> None:
         "lse_base must be 'e' or '2'.",
         found=f"{base!r}.",
         needed="'e' (natural log) or '2' (log2).",
-        fix="pass one of the two; FlashInfer's own 'basee' and 'base2' are translated for you.",
+        fix="pass 'e' where FlashInfer says 'basee', '2' where it says 'base2'.",
         argument="lse_base",
         value=base,
     )
@@ -78,16 +78,9 @@ def merge_dcp_states(
         The shapes do not fit, or `lse_base` is neither "e" nor "2".
     """
     check_lse_base(lse_base)
-    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] == 0:
-        raise InvalidInputError(
-            "outs and lses do not describe the same states.",
-            found=f"outs {list(outs.shape)}, lses {list(lses.shape)}.",
-            needed="outs [W, .., H, D] and lses [W, .., H] with W at least 1.",
-            fix="stack the ranks in front of both.",
-            argument="lses",
-        )
+        raise _misfit("lses", f"outs {list(outs.shape)}, lses {list(lses.shape)}")
     lse = lses.float() * (_SCALE[("2", "e")] if lse_base == "2" else 1.0)
     seen = lse.isfinite()
     lse = torch.where(seen, lse, -torch.inf)
@@ -102,3 +95,22 @@ def merge_dcp_states(
     if lse_base == "2":
         merged = merged * _SCALE[("e", "2")]
     return MLAState(out.to(outs.dtype), merged)
+
+
+def _stacked(argument: str, states: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(states, Tensor):
+        return states
+    try:
+        return torch.stack(list(states))
+    except (RuntimeError, TypeError) as exc:
+        raise _misfit(argument, f"{argument}: {exc}") from exc
+
+
+def _misfit(argument: str, found: str) -> InvalidInputError:
+    return InvalidInputError(
+        "outs and lses do not describe the same states.",
+        found=f"{found}.",
+        needed="outs [W, .., H, D] and lses [W, .., H] with W at least 1.",
+        fix="stack the ranks in front of both.",
+        argument=argument,
+    )

@@ -11,13 +11,13 @@ from .abi import FlashInferABI
 from .backends import XQA_HEADS, Config
 from .features import LseBase
 from .guards import Backend, dtype_name
-from .inputs import invalid, require_int
 from .probing import Binding, bind_kernel
 from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
 from .releases import recorded, recorded_versions
 from .routing import Route, route
+from .validation import invalid, require_int
 
-__all__ = ["Plan", "Settings", "bind", "make_plan"]
+__all__ = ["Plan", "Settings", "bind", "check_dtypes", "check_settings", "make_plan"]
 
 
 class Settings(NamedTuple):
@@ -41,25 +41,6 @@ class Settings(NamedTuple):
     skip_softmax: float | None
     enable_pdl: bool | None
 
-    def require_types(self) -> None:
-        """Raise InvalidInputError unless each setting is of its type."""
-        for name, low in (("qk_nope_head_dim", 0), ("kv_lora_rank", 1), ("qk_rope_head_dim", 0)):
-            require_int(name, getattr(self, name), low)
-        switches = (
-            ("causal", "return_lse")
-            if self.enable_pdl is None
-            else ("causal", "return_lse", "enable_pdl")
-        )
-        for name in switches:
-            if type(getattr(self, name)) is not bool:
-                invalid(name, "must be a bool", getattr(self, name), "True or False", "pass one")
-        for name in ("dtype", "kv_dtype"):
-            if not isinstance(getattr(self, name), torch.dtype):
-                needed = "a torch.dtype"
-                invalid(
-                    name, f"must be {needed}", getattr(self, name), needed, "pass torch.bfloat16"
-                )
-
     def config(self) -> Config:
         """Return the configuration as far as it is known: heads every backend has, one token."""
         return Config(
@@ -79,6 +60,33 @@ class Settings(NamedTuple):
             kv_lora_rank=self.kv_lora_rank,
             qk_rope_head_dim=self.qk_rope_head_dim,
         )
+
+
+def check_settings(
+    causal: bool,
+    return_lse: bool,
+    enable_pdl: bool | None,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+) -> None:
+    """Raise InvalidInputError unless each is of its type; True == 1, so equality does not tell."""
+    switches = {"causal": causal, "return_lse": return_lse}
+    if enable_pdl is not None:
+        switches["enable_pdl"] = enable_pdl
+    for name, value in switches.items():
+        if type(value) is not bool:
+            invalid(name, "must be a bool", value, "True or False", "pass one")
+    require_int("qk_nope_head_dim", qk_nope_head_dim, 0)
+    require_int("kv_lora_rank", kv_lora_rank, 1)
+    require_int("qk_rope_head_dim", qk_rope_head_dim, 0)
+
+
+def check_dtypes(**dtypes: torch.dtype) -> None:
+    """Raise InvalidInputError unless each is a torch.dtype."""
+    for name, dtype in dtypes.items():
+        if type(dtype) is not torch.dtype:
+            invalid(name, "must be a torch.dtype", dtype, "a torch.dtype", "pass torch.bfloat16")
 
 
 class Plan(NamedTuple):

@@ -17,20 +17,12 @@ from .backends import CUTE_DSL_TILE_ROWS, GRID_Y_MAX
 from .dcp import flatten_query_rows
 from .errors import FlashInferSignatureError, NotPreparedError
 from .guards import drift_reason
-from .inputs import (
-    QueryLayout,
-    Step,
-    cache_view,
-    check_step,
-    describe,
-    invalid,
-    query_layout,
-    require_sinks,
-)
+from .inputs import QueryLayout, Step, cache_view, check_step, query_layout, require_sinks
 from .plans import Plan, Settings, make_plan
 from .probing import Binding
 from .scales import require_scales
 from .sizes import check_workspace
+from .validation import describe, invalid
 
 __all__ = ["MLADecoder"]
 
@@ -117,6 +109,9 @@ class MLADecoder:
     ) -> tuple[Tensor, Tensor | None]:
         settings, query = self._settings, step.query
         layout = query_layout(step, settings.kv_lora_rank + settings.qk_rope_head_dim)
+        if query.dtype is not settings.dtype:
+            needed = f"{settings.dtype}, which the decoder was prepared for"
+            invalid("query", f"must be {needed}", query, needed, "prepare another decoder")
         device = query.device
         gpu = _gpu(device) if query.is_cuda else None
         if gpu is None and self._binding.genuine:
@@ -180,11 +175,15 @@ class MLADecoder:
             raise drift_reason(abi, abi.lacks(*arguments)).exception()
         out, lse = self._call(arguments)
         # The kernel wrote into the caller's buffers, which are in the query's layout already.
-        out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
-        if lse is not None:
-            lse = step.lse if step.lse is not None else lse.view(shape)
-            if path.lse_factor is not None:
-                lse.mul_(path.lse_factor)
+        try:
+            out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
+            if lse is not None:
+                lse = step.lse if step.lse is not None else lse.view(shape)
+        except RuntimeError as exc:
+            shapes = f"out {[*shape, settings.kv_lora_rank]} and lse {list(shape)}, up to views"
+            raise _wrong_result((out, lse), shapes) from exc
+        if lse is not None and path.lse_factor is not None:
+            lse.mul_(path.lse_factor)
         if checking:
             debug.check_result(step, layout, out, lse)
         return out, lse
@@ -192,7 +191,7 @@ class MLADecoder:
     def _plan(self, layout: QueryLayout, width: int, gpu: _Gpu | None) -> Plan:
         settings = self._settings
         # Width and batch are keys only where a rule may refuse them, so the cache stays small.
-        odd_width = width if width % max(1, 128 // settings.page_size) else None
+        odd_width = width if width % max(1, 128 // max(1, settings.page_size)) else None
         tiles = layout.batch * layout.q_len * (layout.num_heads // CUTE_DSL_TILE_ROWS + 1)
         large_batch = layout.batch if tiles > GRID_Y_MAX else None
         capability = None if gpu is None else gpu.capability
@@ -234,13 +233,7 @@ class MLADecoder:
             return result if self._settings.return_lse else (result[0], None)
         if not self._settings.return_lse:
             return result, None
-        raise FlashInferSignatureError(
-            "The kernel returned no LSE although it was asked for one.",
-            found=f"{describe(result)} from {self._binding.abi.entry_point or 'the kernel'}.",
-            needed="(out, lse) with return_lse=True.",
-            fix="give the mock a return value of that form, or report the release.",
-            argument="return_lse",
-        )
+        raise _wrong_result(result, "(out, lse) with return_lse=True")
 
 
 def _step_arguments(
@@ -279,3 +272,13 @@ def _step_arguments(
     elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
         arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
     return arguments
+
+
+def _wrong_result(result: object, needed: str) -> FlashInferSignatureError:
+    return FlashInferSignatureError(
+        "The kernel returned something else than it was asked for.",
+        found=f"{describe(result)}.",
+        needed=f"{needed}.",
+        fix="give the mock a return value of that form, or report the release.",
+        argument="kernel",
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from .inputs import invalid
+from .validation import invalid
 
 __all__ = ["BmmScales", "bmm_scales", "require_scales", "skip_softmax_factor"]
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .abi import FlashInferABI
-from .backends import CUTE_DSL_TILE_ROWS
+from .backends import BACKENDS, CUTE_DSL_TILE_ROWS
 from .errors import InvalidInputError
 from .guards import Backend
-from .inputs import POINTER_ALIGNMENT, QueryLayout, Step, describe, invalid, is_tensor
+from .inputs import QueryLayout, Step
+from .validation import POINTER_ALIGNMENT, describe, invalid, is_tensor, require_int
 
 __all__ = ["check_workspace", "counter_bytes", "min_workspace_bytes"]
 
@@ -47,7 +48,29 @@ def min_workspace_bytes(
         Streaming multiprocessors of the GPU.
     num_tokens : int, optional
         Query tokens of a variable-length batch.
+
+    Raises
+    ------
+    InvalidInputError
+        A number is no int of at least 1, or the backend is none of decode_mla's.
     """
+    if backend not in BACKENDS:
+        needed = f"one of {', '.join(BACKENDS)}"
+        invalid("backend", f"must be {needed}", backend, needed, "name one of those")
+    _require_positive(batch=batch, q_len=q_len, num_heads=num_heads, sm_count=sm_count)
+    return _needed_bytes(backend, abi, batch, q_len, num_heads, return_lse, sm_count, num_tokens)
+
+
+def _needed_bytes(
+    backend: str,
+    abi: FlashInferABI,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    return_lse: bool,
+    sm_count: int,
+    num_tokens: int | None,
+) -> int:
     if backend == "reference":
         return 0
     if backend == "xqa":
@@ -88,7 +111,13 @@ def counter_bytes(batch: int, num_heads: int, sm_count: int) -> int:
 
     Zero it once; the kernel leaves it zeroed. One buffer per stream in flight.
     """
+    _require_positive(batch=batch, num_heads=num_heads, sm_count=sm_count)
     return 4 * _round_up(max(batch * num_heads, sm_count), 8)
+
+
+def _require_positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        require_int(name, value, 1)
 
 
 def _round_up(value: int, step: int) -> int:
@@ -125,15 +154,15 @@ def check_workspace(
         fix = "allocate it once, zeroed: torch.zeros(bytes, dtype=torch.int8, device=...)"
         invalid("workspace_buffer", f"must be {needed}", buffer, needed, fix)
     if layout.batch and (sm_count is not None or not cute_dsl):
-        need = min_workspace_bytes(
-            backend,  # type: ignore[arg-type]  # a route's name is one of the literals
-            abi=abi,
-            batch=layout.batch,
-            q_len=layout.q_len,
-            num_heads=layout.num_heads,
-            return_lse=return_lse,
-            sm_count=sm_count or 1,
-            num_tokens=layout.num_tokens if layout.compact else None,
+        need = _needed_bytes(
+            backend,
+            abi,
+            layout.batch,
+            layout.q_len,
+            layout.num_heads,
+            return_lse,
+            sm_count or 1,
+            layout.num_tokens if layout.compact else None,
         )
         _require_bytes("workspace_buffer", buffer, need, f"backend={backend!r}")
     counters = step.multi_ctas_kv_counter_buffer
@@ -147,7 +176,7 @@ def check_workspace(
             needed = f"a contiguous tensor on {device}, {POINTER_ALIGNMENT}-byte aligned"
             fix = "allocate counter_bytes(...) once, zeroed, as uint8"
             invalid("multi_ctas_kv_counter_buffer", f"must be {needed}", counters, needed, fix)
-        need = counter_bytes(layout.batch, layout.num_heads, sm_count or 1)
+        need = counter_bytes(max(layout.batch, 1), layout.num_heads, sm_count or 1)
         _require_bytes("multi_ctas_kv_counter_buffer", counters, need, "trtllm-gen's counters")
 
 

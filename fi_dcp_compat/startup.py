@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -84,9 +85,13 @@ def supports_combination(
     backend: Backend = "auto",
     return_lse: bool = False,
     sinks: bool = False,
+    skip_softmax: bool = False,
+    tensor_scales: bool = False,
     kv_lora_rank: int = 512,
     qk_rope_head_dim: int = 64,
-    compute_capability: tuple[int, int] | None = None,
+    compute_capability: Sequence[int] | None = None,
+    block_table_width: int | None = None,
+    batch: int | None = None,
     abi: FlashInferABI | None = None,
 ) -> str | None:
     """Return why this combination cannot run, as text, or None if it can. It never raises.
@@ -115,9 +120,13 @@ def supports_combination(
             varlen=varlen,
             return_lse=return_lse,
             sinks=sinks,
+            skip_softmax=skip_softmax,
+            tensor_scales=tensor_scales,
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             compute_capability=compute_capability,
+            block_table_width=block_table_width,
+            batch=batch,
         )
     except FlashInferCompatError as exc:
         return str(exc)
@@ -128,6 +137,9 @@ def _newest() -> FlashInferABI:
     from .releases import recorded, recorded_versions
 
     return recorded(recorded_versions()[-1])
+
+
+_FIELDS = ("decode_context_parallel_size", "cp_kv_cache_interleave_size")
 
 
 class ParallelConfig(Protocol):
@@ -152,19 +164,18 @@ def validate_dcp_config(parallel_config: ParallelConfig) -> None:
     from .dcp import check_ranks, interleave_reason
 
     sizes: list[int] = []
-    for name in ("decode_context_parallel_size", "cp_kv_cache_interleave_size"):
+    for name in _FIELDS:
         if not hasattr(parallel_config, name):
             raise InvalidInputError(
                 f"The parallel configuration has no {name}.",
                 found=f"{type(parallel_config).__name__}.",
-                needed="an object with decode_context_parallel_size and "
-                "cp_kv_cache_interleave_size.",
+                needed=f"an object with {' and '.join(_FIELDS)}.",
                 fix="pass the stack's parallel configuration.",
                 argument=name,
             )
         sizes.append(getattr(parallel_config, name))
     world_size, interleave_size = sizes
-    check_ranks(world_size, 0, interleave_size)
+    check_ranks(world_size, 0, interleave_size, (_FIELDS[0], "rank", _FIELDS[1]))
     reason = interleave_reason(world_size, interleave_size)
     if reason is not None:
         raise reason.exception()

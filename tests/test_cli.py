@@ -47,7 +47,7 @@ def test_the_demo_agrees_with_full_attention(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("world_size", "q_len"),
-    [(1, 1), (1, 3), (2, 1), (3, 5), (4, 4), (8, 1), (16, 2), (1, 10), (2, 20), (4, 40)],
+    [(1, 1), (1, 3), (2, 1), (3, 5), (4, 4), (8, 1), (16, 2), (1, 10), (2, 14)],
 )
 def test_the_demo_holds_for_other_sizes(
     world_size: int, q_len: int, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 from fi_dcp_compat import cli, doctor, probe, recorded
-from fi_dcp_compat.doctor import Diagnosis, Gpu, diagnose, render
-from tests.fakes import Site, answer_of, fake_site
+from fi_dcp_compat.doctor import Diagnosis, diagnose, render
+from fi_dcp_compat.machine import Gpu, visible_gpus
+from fi_dcp_compat.testing import use_kernel
+from tests.fakes import Site, answer_of, fake_site, header
+from tests.support import mock_kernel
 
 B200 = Gpu("NVIDIA B200", (10, 0))
 B300 = Gpu("NVIDIA B300", (10, 3))
@@ -30,7 +34,7 @@ INDEX = "FlashInfer's own package index"
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A machine with one B200 and nothing installed."""
     monkeypatch.delenv("FLASHINFER_DISABLE_VERSION_CHECK", raising=False)
-    monkeypatch.setattr(doctor, "_gpus", lambda: [B200])
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: [B200])
     with fake_site(tmp_path / "site-packages") as site:
         yield site
 
@@ -46,7 +50,7 @@ def install(site: Site, version: str = "0.7.4", *, cpu_torch: bool = False, **pa
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    monkeypatch.setattr(doctor, "_gpus", lambda: list(gpus))
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: list(gpus))
 
 
 def problems(diagnosis: Diagnosis) -> str:
@@ -119,6 +123,8 @@ def test_all_in_place_it_can_work(site: Site, capsys: pytest.CaptureFixture[str]
         "nvidia-cutlass-dsl    4.8.1\n"
         "torch                 2.13.0+cu130\n"
         "GPU                   NVIDIA B200, compute capability 10.0\n"
+        "function              native DCP yes, variable query lengths with DCP yes, LSE yes, "
+        "choice of the LSE base yes (read from its files)\n"
         "\n"
         "Native DCP: can work\n"
     )
@@ -200,6 +206,16 @@ def test_a_backport_works_once_it_is_told_what_it_stands_for(
     monkeypatch.setenv("FI_DCP_COMPAT_ASSUME_VERSION", "0.6.17")
     probe.cache_clear()
     assert diagnose().reasons == []
+
+
+def test_an_assumed_version_is_noted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "0.7.1")
+    assert diagnose().notes == []
+    monkeypatch.setenv("FI_DCP_COMPAT_ASSUME_VERSION", "0.7.4")
+    probe.cache_clear()
+    (note,) = diagnose().notes
+    assert "FI_DCP_COMPAT_ASSUME_VERSION=0.7.4" in note.problem
+    assert "unset FI_DCP_COMPAT_ASSUME_VERSION" in note.fix
 
 
 def test_a_backports_companions_are_held_to_its_real_version(
@@ -487,12 +503,12 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any]) -> 
 
 def test_the_driver_names_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, lambda name: Driver(H200, B300))
-    assert doctor._gpus() == [H200, B300]
+    assert visible_gpus() == [H200, B300]
 
 
 def test_a_driver_that_fails_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, lambda name: Driver(B200, status=100))
-    assert doctor._gpus() == []
+    assert visible_gpus() == []
 
 
 def test_a_machine_without_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +516,7 @@ def test_a_machine_without_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(f"{name}: cannot open shared object file")
 
     with_driver(monkeypatch, load)
-    assert doctor._gpus() == []
+    assert visible_gpus() == []
 
 
 # It answers, whatever is in the way.
@@ -564,7 +580,36 @@ def test_only_live_imports_flashinfer(
 
 def test_live_adds_nothing_where_the_import_works(site: Site) -> None:
     install(site)
-    assert diagnose(live=True) == diagnose()
+    static, live = diagnose(), diagnose(live=True)
+    assert static.abi is not None
+    assert live == static._replace(abi=replace(static.abi, source="live"))
+    assert live.native_dcp is True
+
+
+def test_live_judges_what_is_imported(site: Site) -> None:
+    install(site)
+    site.write("flashinfer/decode.py", header(recorded("0.6.16").parameters))
+    assert diagnose().native_dcp is True
+    problem, _ = only_reason(diagnose(live=True))
+    assert "whose function lacks enable_dcp" in problem
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_text_says_what_the_function_can_do_and_how_one_knows(
+    live: bool, site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(site, "0.6.17")
+    text = run(capsys, *(["--live"] if live else []))[1]
+    assert (
+        "native DCP yes, variable query lengths with DCP no, LSE yes, choice of the LSE base no "
+        f"({'imported' if live else 'read from its files'})\n"
+    ) in text
+
+
+def test_a_kernel_that_a_test_installed_is_answered_for(site: Site) -> None:
+    install(site)
+    with use_kernel(mock_kernel("0.6.16"), recorded("0.6.16")):
+        assert "native DCP no" in render(diagnose(live=True))
 
 
 def test_live_without_flashinfer_says_it_once(site: Site) -> None:
@@ -615,6 +660,7 @@ def test_the_json_says_what_the_text_says(
             "entry_point": "flashinfer.mla._core:trtllm_batch_decode_with_kv_cache_mla",
             "source": "static",
             "parameters": [parameter.name for parameter in recorded("0.6.15").parameters],
+            "features": asdict(recorded("0.6.15").features),
         },
         "gpus": [{"name": "NVIDIA H200", "compute_capability": [9, 0]}],
         "reasons": [{"problem": p, "fix": f} for p, f in diagnosis.reasons],

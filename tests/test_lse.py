@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,21 @@ def test_states_that_do_not_fit_are_refused(outs: torch.Tensor, lses: torch.Tens
     with pytest.raises(InvalidInputError, match="do not describe the same states") as raised:
         merge_dcp_states(outs, lses)
     assert str(list(outs.shape)) in raised.value.found
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses"),
+    [
+        ([], []),
+        ([torch.ones(2, 8), torch.ones(3, 8)], [torch.ones(2), torch.ones(3)]),
+        (None, None),
+        ([None], [None]),
+    ],
+    ids=["none", "unequal", "None", "of None"],
+)
+def test_what_cannot_be_stacked_is_refused(outs: Any, lses: Any) -> None:
+    with pytest.raises(InvalidInputError, match="do not describe the same states"):
+        merge_dcp_states(outs, lses)
 
 
 def test_a_base_that_is_neither_is_refused() -> None:
