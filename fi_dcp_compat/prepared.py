@@ -123,32 +123,7 @@ class MLADecoder:
                 "move the tensors to a GPU, or pass backend='reference'",
             )
         plan = self._plan(layout, step.block_tables.shape[1], gpu)
-        path = plan.route
-        cache = cache_view(
-            step.kv_cache, settings.page_size, query.shape[-1], settings.kv_dtype, device
-        )
-        check_step(
-            step,
-            layout,
-            kv_lora_rank=settings.kv_lora_rank,
-            out_dtype=plan.out_dtype,
-            dcp=settings.dcp_world_size > 1,
-            return_lse=settings.return_lse,
-            strided_tables=plan.strided_tables,
-        )
-        # FlashInfer has no causal flag: a one-token row sees the whole context.
-        rows = layout
-        if not settings.causal and (layout.compact or layout.q_len > 1):
-            rows = layout._replace(batch=layout.num_tokens, q_len=1, compact=False)
-        check_workspace(
-            step,
-            rows,
-            self._binding.abi,
-            backend=path.may_run[0],
-            return_lse=settings.return_lse,
-            counter_buffer=path.counter_buffer,
-            sm_count=None if gpu is None else gpu.sm_count,
-        )
+        cache, rows = self._checked(step, layout, plan, gpu)
         require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype, device)
         if sinks is not None:
             sinks = require_sinks(sinks, layout.num_heads, device)
@@ -165,8 +140,11 @@ class MLADecoder:
         arguments = _step_arguments(step, layout, rows, plan)
         arguments["kv_cache"] = cache
         bmm2_scale = 1.0 if bmm2_scale is None else bmm2_scale
-        # xqa multiplies the scores by both (mla_sm120.cu:464); trtllm-gen and cute-dsl do not.
-        arguments["bmm1_scale"] = bmm1_scale / bmm2_scale if plan.xqa else bmm1_scale
+        if plan.xqa:
+            # It multiplies the scores by both (mla_sm120.cu:464), and takes an int for a tensor.
+            bmm2_scale = float(bmm2_scale)
+            bmm1_scale = bmm1_scale / bmm2_scale
+        arguments["bmm1_scale"] = bmm1_scale
         arguments["bmm2_scale"] = bmm2_scale
         if sinks is not None:
             arguments["sinks"] = sinks
@@ -182,11 +160,44 @@ class MLADecoder:
         except RuntimeError as exc:
             shapes = f"out {[*shape, settings.kv_lora_rank]} and lse {list(shape)}, up to views"
             raise _wrong_result((out, lse), shapes) from exc
-        if lse is not None and path.lse_factor is not None:
-            lse.mul_(path.lse_factor)
+        if lse is not None and plan.route.lse_factor is not None:
+            lse.mul_(plan.route.lse_factor)
         if checking:
             debug.check_result(step, layout, out, lse)
         return out, lse
+
+    def _checked(
+        self, step: Step, layout: QueryLayout, plan: Plan, gpu: _Gpu | None
+    ) -> tuple[Tensor, QueryLayout]:
+        """Check the step's tensors; return the cache in 4-D and the query's rows to launch."""
+        settings, path = self._settings, plan.route
+        head_dim = step.query.shape[-1]
+        cache = cache_view(
+            step.kv_cache, settings.page_size, head_dim, settings.kv_dtype, step.query.device
+        )
+        check_step(
+            step,
+            layout,
+            kv_lora_rank=settings.kv_lora_rank,
+            out_dtype=plan.out_dtype,
+            dcp=settings.dcp_world_size > 1,
+            return_lse=settings.return_lse,
+            strided_tables=plan.strided_tables,
+        )
+        rows = layout
+        if not settings.causal and (layout.compact or layout.q_len > 1):
+            # FlashInfer has no causal flag: a one-token row sees the whole context.
+            rows = layout._replace(batch=layout.num_tokens, q_len=1, compact=False)
+        check_workspace(
+            step,
+            rows,
+            self._binding.abi,
+            backend=path.may_run[0],
+            return_lse=settings.return_lse,
+            counter_buffer=path.counter_buffer,
+            sm_count=None if gpu is None else gpu.sm_count,
+        )
+        return cache, rows
 
     def _plan(self, layout: QueryLayout, width: int, gpu: _Gpu | None) -> Plan:
         settings = self._settings
