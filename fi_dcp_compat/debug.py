@@ -1,6 +1,7 @@
 """Checks of values, at the price of a synchronisation: lengths, tables, pages, results.
 
-Off unless ``FI_DCP_COMPAT_DEBUG=1`` or inside `debug_checks`; never during stream capture.
+Off unless ``FI_DCP_COMPAT_DEBUG=1`` (a prepared decoder reads it when it is prepared) or inside
+`debug_checks`; never during stream capture.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ def debug_checks() -> Iterator[None]:
         _switched_on.reset(token)
 
 
-def enabled(query: Tensor) -> bool:
+def requested() -> bool:
+    """Return whether the environment asks for the checks."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def enabled(query: Tensor, *, requested: bool) -> bool:
     """Return whether values are to be checked now."""
-    if not _switched_on.get() and os.environ.get(VARIABLE, "0") in ("", "0"):
+    if not requested and not _switched_on.get():
         return False
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -100,16 +106,20 @@ def check_values(
     )
     used = torch.arange(tables.shape[1]) < -(-lens // page_size).unsqueeze(1)
     strays = used & ((tables < 0) | (tables >= num_pages))
-    _refuse_rows(
-        strays.any(dim=1),
-        "block_tables",
-        "names a page outside the cache",
-        tables,
-        f"page numbers of this rank's pool in [0, {num_pages}), not global pages or slots",
-    )
+    if strays.numel():
+        _refuse_rows(
+            strays.any(dim=1),
+            "block_tables",
+            "names a page outside the cache",
+            # The first such page: a whole row may be thousands wide.
+            tables.gather(1, strays.long().argmax(dim=1, keepdim=True)).squeeze(1),
+            f"page numbers of this rank's pool in [0, {num_pages}), not global pages or slots",
+        )
 
 
-def check_result(step: Step, layout: QueryLayout, out: Tensor, lse: Tensor | None) -> None:
+def check_result(
+    step: Step, layout: QueryLayout, world_size: int, out: Tensor, lse: Tensor | None
+) -> None:
     """Raise InvalidInputError for the first request with NaN in its result."""
     bad = out.isnan().flatten(1 if layout.flat else 2).any(dim=-1)
     if lse is not None:
@@ -123,27 +133,26 @@ def check_result(step: Step, layout: QueryLayout, out: Tensor, lse: Tensor | Non
     else:
         rows = bad.view(layout.batch, layout.q_len).any(dim=1)
     lens = step.seq_lens.long().cpu()
-    # A padding row without keys is undefined without DCP, and nobody reads it.
+    if world_size == 1:
+        # A padding row without keys is undefined without DCP, and nobody reads it.
+        rows = rows & (lens > 0)
     needed = "a finite result: look for NaN in the cache's pages or the query"
-    _refuse_rows(rows & (lens > 0), "out", "holds NaN", lens, needed)
+    _refuse_rows(rows, "out", "holds NaN", lens, needed)
 
 
 def _check_offsets(offsets: Tensor, num_tokens: int, max_q_len: int) -> None:
+    wrong = torch.zeros(len(offsets), dtype=torch.bool)
+    wrong[0], wrong[-1] = offsets[0] != 0, offsets[-1] != num_tokens
+    needed = f"first 0 and last {num_tokens}"
+    _refuse_rows(wrong, "cum_seq_lens_q", "does not span the query", offsets, needed)
     counts = offsets.diff()
-    ends = torch.tensor([int(offsets[0]) != 0, int(offsets[-1]) != num_tokens])
-    _refuse_rows(
-        ends,
-        "cum_seq_lens_q",
-        "does not span the query",
-        offsets[[0, -1]],
-        f"first 0 and last {num_tokens}",
-    )
     _refuse_rows(
         (counts < 0) | (counts > max_q_len),
         "cum_seq_lens_q",
         "gives a query length out of range",
         counts,
         f"lengths in [0, max_q_len={max_q_len}]",
+        shown="the query length at cum_seq_lens_q",
     )
 
 
@@ -151,14 +160,22 @@ def _first(rows: Tensor, values: Tensor) -> int:
     return int(values[int(rows.long().argmax())]) if rows.numel() else 0
 
 
-def _refuse_rows(rows: Tensor, argument: str, problem: str, values: Tensor, needed: str) -> None:
+def _refuse_rows(
+    rows: Tensor,
+    argument: str,
+    problem: str,
+    values: Tensor,
+    needed: str,
+    *,
+    shown: str | None = None,
+) -> None:
     if not bool(rows.any()):
         return
     row = int(rows.long().argmax())
     value = values[row].tolist()
     raise InvalidInputError(
         f"{argument}[{row}] {problem}.",
-        found=f"{argument}[{row}] = {value}.",
+        found=f"{argument}[{row}] = {value}." if shown is None else f"{shown}[{row}] is {value}.",
         needed=f"{needed}.",
         fix=f"look at how row {row} of the batch was built; this check is "
         f"{VARIABLE} or debug_checks().",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from . import debug
 from .dcp import DCP, check_ranks
 from .errors import raise_first
 from .features import LseBase
@@ -168,8 +169,7 @@ def decode_mla(
         trtllm-gen only; 0 means off.
     enable_pdl : bool, optional; None lets FlashInfer decide
     multi_ctas_kv_counter_buffer : Tensor, uint8, zeroed once, optional
-        trtllm-gen's counters, `counter_bytes` long; forwarded only where they can be used, so a
-        stack may always pass its own.
+        trtllm-gen's counters, `counter_bytes` long; forwarded only where they can be used.
 
     Returns
     -------
@@ -231,7 +231,8 @@ def decode_mla(
         lse,
         multi_ctas_kv_counter_buffer,
     )
-    result, states = _prepared(binding, settings).decode(step, bmm1_scale, bmm2_scale, sinks)
+    decoder = _prepared(binding, settings, debug.requested())
+    result, states = decoder.decode(step, bmm1_scale, bmm2_scale, sinks)
     return result if states is None else MLAState(result, states)
 
 
@@ -263,8 +264,7 @@ def prepare_decode_mla(
 
     Returns
     -------
-    MLADecoder
-        Its ``run`` takes a step's tensors and returns (out, lse or None).
+    MLADecoder, whose ``run`` takes a step's tensors and returns (out, lse or None)
     """
     check_ranks(dcp_world_size, dcp_rank, interleave_size)
     check_lse_base(lse_base)
@@ -292,9 +292,9 @@ def prepare_decode_mla(
     )
     raise_first(config_reasons(binding.abi, settings.config()))
     require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
-    return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks)
+    return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks, checking=debug.requested())
 
 
 @lru_cache(maxsize=256)
-def _prepared(binding: Binding, settings: Settings) -> MLADecoder:
-    return MLADecoder(binding, settings)
+def _prepared(binding: Binding, settings: Settings, checking: bool) -> MLADecoder:
+    return MLADecoder(binding, settings, checking=checking)

@@ -6,6 +6,7 @@ Dimensions are those of `decode`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,8 +27,10 @@ from .validation import (
 __all__ = [
     "QueryLayout",
     "Step",
+    "Vetted",
     "cache_view",
-    "check_step",
+    "check_own",
+    "check_shared",
     "query_layout",
     "require_cache",
     "require_sinks",
@@ -50,6 +53,17 @@ class Step(NamedTuple):
     lse: Tensor | None = None
     multi_ctas_kv_counter_buffer: Tensor | None = None
 
+    def shared(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that the layers of a step share."""
+        return (
+            self.block_tables,
+            self.seq_lens,
+            self.workspace_buffer,
+            self.causal_seqlens_kv_global,
+            self.cum_seq_lens_q,
+            self.multi_ctas_kv_counter_buffer,
+        )
+
 
 class QueryLayout(NamedTuple):
     """How the query is laid out: flat or not, uniform or compact."""
@@ -60,6 +74,33 @@ class QueryLayout(NamedTuple):
     num_tokens: int
     flat: bool
     compact: bool
+
+
+class Vetted:
+    """The shared tensors that passed their checks last; layers of one step pass them again.
+
+    They are looked at again when an object changes, not when one is resized in place.
+    """
+
+    __slots__ = ("_device", "_layout", "_plan", "_refs")
+
+    def __init__(
+        self, plan: object = None, layout: QueryLayout | None = None, step: Step | None = None
+    ) -> None:
+        self._plan, self._layout = plan, layout
+        self._device = None if step is None else step.query.device
+        shared = () if step is None else step.shared()
+        self._refs = [weakref.ref(tensor) if is_tensor(tensor) else None for tensor in shared]
+
+    def covers(self, plan: object, layout: QueryLayout, step: Step) -> bool:
+        """Return whether these are the tensors that passed."""
+        if plan is not self._plan or layout != self._layout or step.query.device != self._device:
+            return False
+        for tensor, ref in zip(step.shared(), self._refs, strict=True):
+            # A dead reference gives None, which is not a tensor left out.
+            if (ref is None) != (tensor is None) or (ref is not None and ref() is not tensor):
+                return False
+        return True
 
 
 def query_layout(step: Step, head_dim: int) -> QueryLayout:
@@ -173,27 +214,16 @@ def cache_view(
     return cache
 
 
-def check_step(
-    step: Step,
-    layout: QueryLayout,
-    *,
-    kv_lora_rank: int,
-    out_dtype: torch.dtype,
-    dcp: bool,
-    return_lse: bool,
-    strided_tables: bool,
-) -> None:
-    """Raise InvalidInputError unless the kernel can read and write the step's tensors.
+def check_shared(step: Step, layout: QueryLayout, *, dcp: bool, strided_tables: bool) -> None:
+    """Raise InvalidInputError unless the kernel can read what a step's layers share.
 
     `strided_tables` says that the kernel knows a row stride; the others take the rows as dense.
     """
-    device, shape = step.query.device, step.query.shape[:-1]
-    tables = step.block_tables
+    device, tables = step.query.device, step.block_tables
     require_tensor(
         "block_tables", tables, tables.shape, torch.int32, device, contiguous=not strided_tables
     )
     require_tensor("seq_lens", step.seq_lens, (layout.batch,), torch.int32, device)
-    require_int("max_seq_len", step.max_seq_len, 0 if dcp else 1)
     if dcp and step.causal_seqlens_kv_global is None:
         needed = f"[{layout.batch}] int32 on {device}, the global KV lengths"
         fix = "pass the global lengths, the newest query token's key included"
@@ -204,6 +234,14 @@ def check_step(
     ):
         if lengths is not None:
             require_tensor(name, lengths, (rows,), torch.int32, device, alignment=4)
+
+
+def check_own(
+    step: Step, *, kv_lora_rank: int, out_dtype: torch.dtype, dcp: bool, return_lse: bool
+) -> None:
+    """Raise InvalidInputError unless a layer's own length bound and buffers fit."""
+    device, shape = step.query.device, step.query.shape[:-1]
+    require_int("max_seq_len", step.max_seq_len, 0 if dcp else 1)
     if step.out is not None:
         require_tensor("out", step.out, (*shape, kv_lora_rank), out_dtype, device)
     if step.lse is not None:

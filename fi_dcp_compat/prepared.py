@@ -14,20 +14,25 @@ from torch import Tensor
 
 from . import debug
 from .backends import CUTE_DSL_TILE_ROWS, GRID_Y_MAX
-from .dcp import flatten_query_rows
-from .errors import FlashInferSignatureError, NotPreparedError
 from .guards import drift_reason
-from .inputs import QueryLayout, Step, cache_view, check_step, query_layout, require_sinks
+from .inputs import (
+    QueryLayout,
+    Step,
+    Vetted,
+    cache_view,
+    check_own,
+    check_shared,
+    query_layout,
+    require_sinks,
+)
+from .launch import call_kernel, step_arguments, wrong_result
 from .plans import Plan, Settings, make_plan
 from .probing import Binding
 from .scales import require_scales
 from .sizes import check_workspace
-from .validation import describe, invalid
+from .validation import invalid
 
 __all__ = ["MLADecoder"]
-
-# The text of the RuntimeError that 0.7.4 raises (mla_decode.py:281).
-_NOT_PREPARED = "must be prepared before CUDA graph capture"
 
 
 class _Gpu(NamedTuple):
@@ -44,7 +49,16 @@ def _gpu(device: torch.device) -> _Gpu:
 class MLADecoder:
     """A decode call, prepared: build it with `prepare_decode_mla`, call `run` each step."""
 
-    __slots__ = ("_binding", "_bmm1_scale", "_bmm2_scale", "_plans", "_settings", "_sinks")
+    __slots__ = (
+        "_binding",
+        "_bmm1_scale",
+        "_bmm2_scale",
+        "_checking",
+        "_plans",
+        "_settings",
+        "_sinks",
+        "_vetted",
+    )
 
     def __init__(
         self,
@@ -53,8 +67,12 @@ class MLADecoder:
         bmm1_scale: float | Tensor = 1.0,
         bmm2_scale: float | Tensor | None = None,
         sinks: Tensor | Sequence[Tensor] | None = None,
+        *,
+        checking: bool = False,
     ) -> None:
         self._binding = binding
+        self._checking = checking
+        self._vetted = Vetted()
         self._settings = settings
         self._bmm1_scale = bmm1_scale
         self._bmm2_scale = bmm2_scale
@@ -132,12 +150,12 @@ class MLADecoder:
             empty = query.new_empty((*shape, settings.kv_lora_rank), dtype=plan.out_dtype)
             states = query.new_empty(shape, dtype=torch.float32) if settings.return_lse else None
             return empty if step.out is None else step.out, states if step.lse is None else step.lse
-        checking = debug.enabled(query)
+        checking = debug.enabled(query, requested=self._checking)
         if checking:
             debug.check_values(
                 step, layout, cache.shape, settings.dcp_world_size, settings.dcp_rank
             )
-        arguments = _step_arguments(step, layout, rows, plan)
+        arguments = step_arguments(step, layout, rows, plan)
         arguments["kv_cache"] = cache
         bmm2_scale = 1.0 if bmm2_scale is None else bmm2_scale
         if plan.xqa:
@@ -151,7 +169,7 @@ class MLADecoder:
         if not plan.known >= arguments.keys():
             abi = self._binding.abi
             raise drift_reason(abi, abi.lacks(*arguments)).exception()
-        out, lse = self._call(arguments)
+        out, lse = call_kernel(self._binding, arguments)
         # The kernel wrote into the caller's buffers, which are in the query's layout already.
         try:
             out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
@@ -159,11 +177,11 @@ class MLADecoder:
                 lse = step.lse if step.lse is not None else lse.view(shape)
         except RuntimeError as exc:
             shapes = f"out {[*shape, settings.kv_lora_rank]} and lse {list(shape)}, up to views"
-            raise _wrong_result((out, lse), shapes) from exc
+            raise wrong_result((out, lse), shapes) from exc
         if lse is not None and plan.route.lse_factor is not None:
             lse.mul_(plan.route.lse_factor)
         if checking:
-            debug.check_result(step, layout, out, lse)
+            debug.check_result(step, layout, settings.dcp_world_size, out, lse)
         return out, lse
 
     def _checked(
@@ -175,28 +193,30 @@ class MLADecoder:
         cache = cache_view(
             step.kv_cache, settings.page_size, head_dim, settings.kv_dtype, step.query.device
         )
-        check_step(
+        dcp = settings.dcp_world_size > 1
+        check_own(
             step,
-            layout,
             kv_lora_rank=settings.kv_lora_rank,
             out_dtype=plan.out_dtype,
-            dcp=settings.dcp_world_size > 1,
+            dcp=dcp,
             return_lse=settings.return_lse,
-            strided_tables=plan.strided_tables,
         )
         rows = layout
         if not settings.causal and (layout.compact or layout.q_len > 1):
             # FlashInfer has no causal flag: a one-token row sees the whole context.
             rows = layout._replace(batch=layout.num_tokens, q_len=1, compact=False)
-        check_workspace(
-            step,
-            rows,
-            self._binding.abi,
-            backend=path.may_run[0],
-            return_lse=settings.return_lse,
-            counter_buffer=path.counter_buffer,
-            sm_count=None if gpu is None else gpu.sm_count,
-        )
+        if not self._vetted.covers(plan, layout, step):
+            check_shared(step, layout, dcp=dcp, strided_tables=plan.strided_tables)
+            check_workspace(
+                step,
+                rows,
+                self._binding.abi,
+                backends=path.may_run,
+                return_lse=settings.return_lse,
+                counter_buffer=path.counter_buffer,
+                sm_count=None if gpu is None else gpu.sm_count,
+            )
+            self._vetted = Vetted(plan, layout, step)
         return cache, rows
 
     def _plan(self, layout: QueryLayout, width: int, gpu: _Gpu | None) -> Plan:
@@ -219,77 +239,3 @@ class MLADecoder:
             )
             plan = self._plans[key] = make_plan(self._binding.abi, settings, config)
         return plan
-
-    def _call(self, arguments: dict[str, object]) -> tuple[Tensor, Tensor | None]:
-        try:
-            result = self._binding.kernel(**arguments)
-        except RuntimeError as exc:
-            if _NOT_PREPARED not in str(exc):
-                raise
-            query = arguments["query"]
-            grows = self._binding.abi.features.max_seq_len_compiles
-            raise NotPreparedError(
-                "FlashInfer would compile this kernel inside a CUDA-graph capture.",
-                found=f"a first call of query {describe(query)}, page_size="
-                f"{self._settings.page_size}, dcp_world_size={self._settings.dcp_world_size}, "
-                f"max_seq_len={arguments['max_seq_len']} under capture.",
-                needed="a kernel compiled before: one per batch, q_len, heads, page size, dtype, "
-                "world size" + (" and range of max_seq_len." if grows else "."),
-                fix="run the same call eagerly once before capturing"
-                + (", and keep max_seq_len constant per captured batch." if grows else "."),
-                argument="query",
-                value=describe(query),
-            ) from exc
-        if isinstance(result, tuple):
-            return result if self._settings.return_lse else (result[0], None)
-        if not self._settings.return_lse:
-            return result, None
-        raise _wrong_result(result, "(out, lse) with return_lse=True")
-
-
-def _step_arguments(
-    step: Step, layout: QueryLayout, rows: QueryLayout, plan: Plan
-) -> dict[str, object]:
-    """Return the keywords of one step; `rows` is `layout` as the kernel gets it."""
-    query, block_tables, seq_lens = step.query, step.block_tables, step.seq_lens
-    if rows is not layout:
-        if step.cum_seq_lens_q is not None:
-            block_tables, seq_lens, _ = flatten_query_rows(
-                step.cum_seq_lens_q, layout.num_tokens, block_tables, seq_lens
-            )
-        else:
-            block_tables = block_tables.repeat_interleave(layout.q_len, dim=0)
-            seq_lens = seq_lens.repeat_interleave(layout.q_len)
-    if not rows.compact and query.shape[:-2] != (rows.batch, rows.q_len):
-        query = query.reshape(rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
-    arguments = plan.keywords | {
-        "query": query,
-        "workspace_buffer": step.workspace_buffer,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        # FlashInfer refuses 0, and a rank may hold no key of its batch.
-        "max_seq_len": step.max_seq_len or 1,
-    }
-    if step.lse is not None:
-        arguments["lse"] = step.lse.view(layout.num_tokens, layout.num_heads)
-    if step.out is not None:
-        shape = (rows.batch, layout.num_heads) if plan.xqa else query.shape[:-1]
-        arguments["out"] = step.out.view(*shape, step.out.shape[-1])
-    if rows.compact:
-        arguments["cum_seq_lens_q"] = step.cum_seq_lens_q
-        arguments["max_q_len"] = step.max_q_len
-    if "enable_dcp" in plan.keywords:
-        arguments["causal_seqlens_kv_global"] = step.causal_seqlens_kv_global
-    elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
-        arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
-    return arguments
-
-
-def _wrong_result(result: object, needed: str) -> FlashInferSignatureError:
-    return FlashInferSignatureError(
-        "The kernel returned something else than it was asked for.",
-        found=f"{describe(result)}.",
-        needed=f"{needed}.",
-        fix="give the mock a return value of that form, or report the release.",
-        argument="kernel",
-    )

@@ -52,7 +52,7 @@ def route(abi: FlashInferABI, config: Config, lse_base: LseBase) -> Route:
         # 0.6.13 the tuning cache decides who runs, and only 0.7.1 lets a call name the base.
         open_base = wants_lse and features.auto_tunes and not features.return_lse_base
         backend = "trtllm-gen" if open_base else "auto"
-    may_run = able if backend == "auto" else (backend,)
+    may_run = able if backend == "auto" and features.auto_tunes else (able[0],)
     named = wants_lse and features.return_lse_base
     found = "e" if backend == "reference" else features.lse_base[may_run[0]]
     return Route(

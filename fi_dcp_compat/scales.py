@@ -49,8 +49,8 @@ def skip_softmax_factor(factor: float | None) -> float | None:
     """Return what FlashInfer gets for the skip-softmax threshold; 0 means off."""
     if factor is None:
         return None
-    if not _is_number(factor) or not factor >= 0:
-        needed = "a float of at least 0, or None"
+    if not _is_number(factor) or not 0 <= factor < math.inf:
+        needed = "a finite float of at least 0, or None"
         name = "skip_softmax_threshold_scale_factor"
         invalid(name, f"must be {needed}", factor, needed, "leave it out to switch it off")
     # FlashInfer's other backends refuse anything that is not None.
@@ -87,6 +87,9 @@ def bmm_scales(
     InvalidInputError
         A scale is missing for fp8, given for another dtype, or not a positive number.
     """
+    if type(kv_dtype) is not torch.dtype:
+        needed = "a torch.dtype"
+        invalid("kv_dtype", f"must be {needed}", kv_dtype, needed, "pass the cache's dtype")
     scales: dict[str, float] = {"softmax_scale": softmax_scale}
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
         if kv_dtype is FP8:
@@ -94,7 +97,7 @@ def bmm_scales(
                 needed = "a number for an fp8 cache, 1.0 if it was not scaled"
                 invalid(name, "must be given", scale, needed, f"pass {name}=1.0 or what it is")
             scales[name] = scale
-        elif scale is not None and scale != 1.0:
+        elif scale is not None and not (_is_number(scale) and scale == 1.0):
             needed = f"no {name}: a {kv_dtype} cache is not scaled"
             invalid(name, "must be left out", scale, needed, f"drop {name}")
     for name, scale in scales.items():

@@ -129,17 +129,21 @@ def check_workspace(
     layout: QueryLayout,
     abi: FlashInferABI,
     *,
-    backend: str,
+    backends: tuple[str, ...],
     return_lse: bool,
     counter_buffer: bool,
     sm_count: int | None,
 ) -> None:
-    """Raise InvalidInputError unless the scratch buffers fit the kernel."""
+    """Raise InvalidInputError unless the scratch buffers fit what may run.
+
+    The size is that of the first backend: a tuned auto leaves out one that has too little.
+    """
+    backend = backends[0]
     if backend == "reference":
         return
     buffer = step.workspace_buffer
     device = step.query.device
-    cute_dsl = backend == "cute-dsl"
+    cute_dsl = "cute-dsl" in backends
     dtypes = {torch.int8} | ({torch.uint8} if abi.features.uint8_workspace else set())
     if (
         not is_tensor(buffer)
@@ -153,7 +157,7 @@ def check_workspace(
         needed = f"a contiguous{of_dtype} tensor on {device}, {_WORKSPACE_ALIGNMENT}-byte aligned"
         fix = "allocate it once, zeroed: torch.zeros(bytes, dtype=torch.int8, device=...)"
         invalid("workspace_buffer", f"must be {needed}", buffer, needed, fix)
-    if layout.batch and (sm_count is not None or not cute_dsl):
+    if layout.batch and (sm_count is not None or backend != "cute-dsl"):
         need = _needed_bytes(
             backend,
             abi,

@@ -289,9 +289,9 @@ def _scale_faults() -> dict[str, Fault]:
         faults[f"{name}={value!r}"] = Fault(
             name,
             _set(name, value),
-            f"{name} must be a float of at least 0, or None.",
+            f"{name} must be a finite float of at least 0, or None.",
             shown,
-            "a float of at least 0, or None",
+            "a finite float of at least 0, or None",
         )
     return faults
 
@@ -308,7 +308,10 @@ def _workspace_faults() -> dict[str, Fault]:
         needed = f"a contiguous{dtype} tensor on cpu, 32-byte aligned"
         return Fault(
             "workspace_buffer",
-            lambda: {"workspace_buffer": value() if callable(value) else value},
+            lambda: (
+                {"workspace_buffer": value}
+                | ({"backend": "trtllm-gen"} if where == "plain" else {})
+            ),
             f"workspace_buffer must be {needed}.",
             shown,
             needed,
@@ -1012,9 +1015,9 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "skip_softmax_threshold_scale_factor=-1": (
         "plain",
-        "skip_softmax_threshold_scale_factor must be a float of at least 0, or None.\n"
+        "skip_softmax_threshold_scale_factor must be a finite float of at least 0, or None.\n"
         "Found: skip_softmax_threshold_scale_factor: -1 (int).\n"
-        "Needed: a float of at least 0, or None.\n"
+        "Needed: a finite float of at least 0, or None.\n"
         "Fix: leave it out to switch it off.",
     ),
     "workspace None, dcp": (
@@ -1221,3 +1224,57 @@ def test_max_q_len_asserts_a_uniform_query_and_passes_where_it_is_one() -> None:
             decode_mla(**call(query=query(*shape)), max_q_len=2)
             assert kernel.call_args.kwargs["query"].shape == (2, 2, 16, 576)
             assert "max_q_len" not in kernel.call_args.kwargs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, BF16])
+def test_auto_refuses_a_workspace_that_one_of_its_two_backends_refuses(dtype: torch.dtype) -> None:
+    """A tuned auto may pick cute-dsl, which takes bytes only, on any later call."""
+    kernel = mock_kernel("0.7.4")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match="workspace_buffer must be") as raised,
+    ):
+        decode_mla(**call(workspace_buffer=torch.zeros(1 << 20, dtype=dtype)))
+    assert raised.value.argument == "workspace_buffer"
+    kernel.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    "name", ["block_tables", "seq_lens", "workspace_buffer", "causal_seqlens_kv_global"]
+)
+@pytest.mark.parametrize("kept", [False, True], ids=["freed before", "kept"])
+@pytest.mark.parametrize("wrong", ["None", "int64", "another device"])
+def test_a_tensor_that_passed_does_not_let_its_successor_through(
+    name: str, kept: bool, wrong: str
+) -> None:
+    kernel = mock_kernel("0.7.4")
+    given = call() | {"lengths": lens(55, 55)}
+    key = "lengths" if name == "causal_seqlens_kv_global" else name
+    with use_kernel(kernel, recorded("0.7.4")):
+
+        def decode() -> None:
+            arguments = dict(given)
+            decode_mla(dcp=DCP(8, 3, arguments.pop("lengths")), **arguments)
+
+        decode()
+        decode()
+        kernel.reset_mock()
+        right = given[key]
+        if wrong == "None":
+            given[key] = None
+        else:
+            given[key] = (
+                right.long() if wrong == "int64" else torch.empty_like(right, device="meta")
+            )
+        if not kept:
+            del right
+        with pytest.raises(InvalidInputError, match=name) as raised:
+            decode()
+    assert raised.value.argument == name
+    kernel.assert_not_called()
+
+
+@pytest.mark.parametrize("name", ["workspace_buffer", "multi_ctas_kv_counter_buffer"])
+def test_what_a_backend_does_not_take_may_be_anything(name: str) -> None:
+    with use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")):
+        decode_mla(**(call(backend="reference") | {name: 7}))

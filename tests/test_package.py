@@ -36,7 +36,7 @@ LAYERS = (
     ("validation",),
     ("inputs", "scales", "sizes"),
     ("routing",),
-    ("plans", "debug", "prepared"),
+    ("plans", "launch", "debug", "prepared"),
     ("decode", "startup"),
     ("testing", "demo", "doctor", "cli", "__main__"),
 )
