@@ -51,7 +51,7 @@ FEATURES = (
         "causal mask between query tokens on cute-dsl",
         "0.6.12 mla_decode_fp16.py masks by length only; #3309",
     ),
-    Feature("cute_dsl_bf16_out", "0.6.13", (), "bf16 output for fp16 queries", "0.6.13 core:195"),
+    Feature("cute_dsl_bf16_out", "0.6.13", (), "bf16 output for fp16 queries", "0.6.13 core:1859"),
     Feature(
         "auto_tunes",
         "0.6.13",
@@ -59,13 +59,15 @@ FEATURES = (
         "tuned choice between trtllm-gen and cute-dsl",
         "0.6.13 core:1774",
     ),
-    Feature("uint8_workspace", "0.6.14", (), "uint8 workspace on cute-dsl", "0.6.14 mla_decode.py"),
+    Feature(
+        "uint8_workspace", "0.6.14", (), "uint8 workspace on cute-dsl", "0.6.14 mla_decode.py:441"
+    ),
     Feature(
         "compact_queries",
         "0.6.14",
         ("cum_seq_lens_q", "max_q_len"),
         "compact variable-length queries",
-        "0.6.14 core:2855",
+        "0.6.14 core:763",
     ),
     Feature(
         "counters_apart",
@@ -87,7 +89,7 @@ FEATURES = (
         "0.6.16",
         (),
         "compact variable-length queries on cute-dsl",
-        "0.6.16 core:3042",
+        "0.6.16 core:3057; 0.6.15 core:2926 raises",
     ),
     Feature("trtllm_padded_heads", "0.6.16", (), "padded head tiles on trtllm-gen", "#4178"),
     Feature(

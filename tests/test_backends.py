@@ -117,7 +117,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' with cum_seq_lens_q needs FlashInfer's compact "
         "variable-length queries on cute-dsl.",
         "flashinfer-python 0.6.15.",
-        "0.6.16 or newer (0.6.16 core:3042).",
+        "0.6.16 or newer (0.6.16 core:3057; 0.6.15 core:2926 raises).",
         "pip install -U \"flashinfer-python>=0.6.16\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, LSE": Fault(
@@ -246,7 +246,7 @@ FAULTS: dict[str, Fault] = {
         FlashInferVersionError,
         "decode_mla(cum_seq_lens_q=...) needs FlashInfer's compact variable-length queries.",
         "flashinfer-python 0.6.13, whose function lacks cum_seq_lens_q, max_q_len.",
-        "0.6.14 or newer (0.6.14 core:2855).",
+        "0.6.14 or newer (0.6.14 core:763).",
         'pip install -U "flashinfer-python>=0.6.14".',
     ),
     "trtllm-gen, compact LSE": Fault(
