@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidInputError, Reason, UnsupportedConfigError
+from .validation import describe, is_tensor
 
 __all__ = [
     "DCP",
@@ -79,13 +80,13 @@ def check_ranks(
         bound = f"at least {low}" if high is None else f"in [{low}, {high})"
         raise InvalidInputError(
             f"{name} must be an int {bound}.",
-            found=f"{value!r} ({type(value).__name__}).",
+            found=f"{describe(value)} (Tensor)." if is_tensor(value) else f"{describe(value)}.",
             needed=f"an int {bound}; bool and NumPy integers are not taken.",
             fix="pass the value of this process's own DCP group."
             if type(value) is int
             else "pass int(...) of the group's value.",
             argument=name.split()[0],
-            value=value,
+            value=describe(value) if is_tensor(value) else value,
         )
 
 

@@ -175,22 +175,18 @@ def _value_reasons(config: Config) -> Iterator[Reason]:
             f"one of {', '.join(BACKENDS)}.",
             "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
         )
-    numbers = (
-        ("num_heads", config.num_heads),
-        ("q_len", config.q_len),
-        ("page_size", config.page_size),
-        ("dcp_world_size", config.dcp_world_size),
-        ("interleave_size", config.interleave_size),
-    )
-    for name, value in numbers:
-        if type(value) is not int or value < 1:
-            yield refused(
-                name,
-                f"{name} must be an int of at least 1.",
-                f"{name}={value!r}.",
-                "an int of at least 1.",
-                f"pass the {name} of the call.",
-            )
+    counts = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
+    for name, low in (*((name, 1) for name in counts), ("block_table_width", 0), ("batch", 0)):
+        value: object = getattr(config, name)
+        if (value is None and low == 0) or (type(value) is int and value >= low):
+            continue
+        yield refused(
+            name,
+            f"{name} must be an int of at least {low}.",
+            f"{name}={value!r}.",
+            f"an int of at least {low}.",
+            f"pass the {name} of the call.",
+        )
     capability: object = config.compute_capability
     if capability is not None and not (
         isinstance(capability, tuple)

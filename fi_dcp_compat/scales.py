@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from .validation import invalid
+from .validation import invalid, is_tensor
 
 __all__ = ["BmmScales", "bmm_scales", "require_scales", "skip_softmax_factor"]
 
@@ -33,7 +34,7 @@ def require_scales(
 def _require_scale(argument: str, scale: object, device: torch.device | None) -> None:
     if isinstance(scale, Tensor):
         at_home = device is None or scale.device == device
-        if scale.dtype is torch.float32 and scale.numel() == 1 and at_home:
+        if is_tensor(scale) and scale.dtype is torch.float32 and scale.numel() == 1 and at_home:
             return
     elif _is_number(scale) and 0 < scale < math.inf:
         return
@@ -42,7 +43,10 @@ def _require_scale(argument: str, scale: object, device: torch.device | None) ->
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (float, int)) and not isinstance(value, bool)
+    if isinstance(value, int) and not isinstance(value, bool):
+        # The kernel takes a float: an int beyond its range is none.
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def skip_softmax_factor(factor: float | None) -> float | None:

@@ -623,6 +623,34 @@ def test_supports_combination_answers_whatever_it_is_given(value: Any) -> None:
             assert name in answer
 
 
+@pytest.mark.parametrize("value", [10, (10,), (10, 0, 0), "10.0", ("10", "0"), (10.0, 0)], ids=repr)
+def test_check_names_a_compute_capability_that_is_no_pair_of_ints(value: Any) -> None:
+    (reason,) = check(recorded("0.7.4"), **(config_of() | {"compute_capability": value}))
+    assert (reason.error, reason.argument) == (UnsupportedConfigError, "compute_capability")
+    assert str(reason) == (
+        "compute_capability must be a pair of ints.\n"
+        f"Found: {value!r}.\n"
+        "Needed: (major, minor), for example (10, 0), or None.\n"
+        "Fix: pass torch.cuda.get_device_capability()."
+    )
+
+
+@pytest.mark.parametrize("name", ["block_table_width", "batch"])
+@pytest.mark.parametrize("value", ["2", 2.0, -1, True], ids=repr)
+def test_check_names_a_size_that_is_none(name: str, value: Any) -> None:
+    """They are None or an int of at least 0: an empty batch is a batch."""
+    (reason,) = check(recorded("0.7.4"), **(config_of() | {name: value}))
+    assert (reason.error, reason.argument) == (UnsupportedConfigError, name)
+    assert repr(value) in reason.found
+    for right in (None, 0, 2):
+        assert check(recorded("0.7.4"), **(config_of() | {name: right})) == ()
+
+
+def test_a_release_without_dcp_is_not_also_told_what_its_dcp_lacks() -> None:
+    (reason,) = check(recorded("0.6.16"), **config_of(dcp_world_size=8, varlen=True, q_len=2))
+    assert "0.6.17" in reason.needed
+
+
 def test_a_dtype_may_be_named_in_words() -> None:
     for name in ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16):
         assert check(recorded("0.7.4"), **(config_of() | {"dtype": name, "kv_dtype": None})) == ()

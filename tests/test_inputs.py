@@ -23,6 +23,7 @@ from fi_dcp_compat import (
     prepare_decode_mla,
     recorded,
 )
+from fi_dcp_compat.probing import Binding, install_kernel
 from fi_dcp_compat.testing import use_kernel
 from tests.contract.test_decode_call import Dispatched
 from tests.support import call, dcp_of, mock_kernel, stub_result
@@ -1278,3 +1279,150 @@ def test_a_tensor_that_passed_does_not_let_its_successor_through(
 def test_what_a_backend_does_not_take_may_be_anything(name: str) -> None:
     with use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")):
         decode_mla(**(call(backend="reference") | {name: 7}))
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "causal_seqlens_kv_global"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
+def test_s36_lengths_of_another_dtype_are_cast_once_a_step_by_the_caller(
+    name: str, dtype: torch.dtype
+) -> None:
+    lengths = {"seq_lens": lens(7, 7), "causal_seqlens_kv_global": lens(55, 55)}
+    lengths[name] = lengths[name].to(dtype)
+    kernel = mock_kernel("0.7.4")
+    dcp = DCP(8, 3, lengths.pop("causal_seqlens_kv_global"))
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match=r"must be torch\.int32") as raised,
+    ):
+        decode_mla(**(call() | lengths), dcp=dcp)
+    kernel.assert_not_called()
+    assert str(raised.value) == (
+        f"{name} must be torch.int32, not {dtype}.\n"
+        f"Found: {name}: [2] {dtype} on cpu.\n"
+        "Needed: [2] torch.int32 on cpu; the kernel reads it through a raw pointer.\n"
+        f"Fix: cast it once per step, not per layer: {name}.to(torch.int32)."
+    )
+
+
+def test_s36_global_lengths_on_another_device_are_refused_with_both_named() -> None:
+    kernel = mock_kernel("0.7.4")
+    elsewhere = torch.empty(2, dtype=INT, device="meta")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match="is on meta, but the query is on cpu") as raised,
+    ):
+        decode_mla(**call(), dcp=DCP(8, 3, elsewhere))
+    kernel.assert_not_called()
+    assert raised.value.fix == "move it once per step to cpu."
+
+
+NO_COUNTS = [0, -1, True, False, 2.0, np.int64(8), "8", None, [8], torch.tensor(8)]
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=lambda value: f"{type(value).__name__} {value}")
+@pytest.mark.parametrize("name", ["world_size", "interleave_size"])
+def test_dcp_is_built_with_counts_that_are_ints(name: str, value: Any) -> None:
+    sizes: dict[str, Any] = {"world_size": 8, "interleave_size": 1} | {name: value}
+    with pytest.raises(InvalidInputError, match=f"^{name}.* must be an int") as raised:
+        DCP(rank=0, causal_seqlens_kv_global=lens(55, 55), **sizes)
+    assert raised.value.argument == name
+    assert "at least 1" in raised.value.needed
+    assert type(value).__name__ in raised.value.found
+    assert "tensor(" not in str(raised.value)
+    with (
+        use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match=f"{name}.* must be an int") as prepare,
+    ):
+        prepare_decode_mla(
+            page_size=64,
+            dtype=BF16,
+            bmm1_scale=0.05,
+            dcp_world_size=sizes["world_size"],
+            interleave_size=sizes["interleave_size"],
+        )
+    assert prepare.value.found == raised.value.found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-1, 8, 9, True, False, 1.0, np.int64(1), "1", None],
+    ids=lambda value: f"{type(value).__name__} {value}",
+)
+def test_dcp_is_built_with_a_rank_of_its_group(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"^rank \(FlashInfer: cp_rank\)") as raised:
+        DCP(8, value, lens(55, 55))
+    fix = (
+        "pass the value of this process's own DCP group."
+        if type(value) is int
+        else "pass int(...) of the group's value."
+    )
+    assert str(raised.value) == (
+        "rank (FlashInfer: cp_rank) must be an int in [0, 8).\n"
+        f"Found: {value!r} ({type(value).__name__}).\n"
+        "Needed: an int in [0, 8); bool and NumPy integers are not taken.\n"
+        f"Fix: {fix}"
+    )
+    assert raised.value.argument == "rank"
+
+
+def test_dcp_leaves_its_lengths_to_the_call() -> None:
+    anything: Any = "no tensor"
+    assert DCP(8, 3, anything).causal_seqlens_kv_global is anything
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+def test_a_prepared_decoder_refuses_a_cache_of_other_pages(dims: int) -> None:
+    cache = query(8, 32, 576) if dims == 3 else query(8, 1, 32, 576)
+    given = call(kv_cache=cache)
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        decoder = prepare_decode_mla(page_size=64, dtype=BF16, bmm1_scale=0.05)
+        with pytest.raises(InvalidInputError, match="must have pages of 64 tokens") as raised:
+            decoder.run(*(given[key] for key in STEP))
+    kernel.assert_not_called()
+    assert raised.value.argument == "kv_cache"
+    assert raised.value.fix == "prepare another decoder."
+
+
+def test_flashinfers_own_code_is_not_called_with_tensors_of_a_cpu() -> None:
+    kernel = mock_kernel("0.7.4")
+    previous = install_kernel(Binding(kernel, recorded("0.7.4"), genuine=True))
+    try:
+        with pytest.raises(InvalidInputError, match="where FlashInfer has no kernel") as raised:
+            decode_mla(**call())
+        kernel.assert_not_called()
+        with gpu():
+            decode_mla(**call())
+    finally:
+        install_kernel(previous)
+    kernel.assert_called_once()
+    assert str(raised.value) == (
+        "query is on cpu, where FlashInfer has no kernel.\n"
+        "Found: query: [2, 1, 16, 576] torch.bfloat16 on cpu.\n"
+        "Needed: CUDA tensors.\n"
+        "Fix: move the tensors to a GPU, or pass backend='reference'."
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"kv_cache": query(4, 3, 64, 576)[:, 1]}, id="a layer of a pool"),
+        pytest.param({"kv_cache": query(5, 64, 576)[1:]}, id="some of the pages"),
+        pytest.param({"query": query(2, 1, 32, 576)[:, :, 16:]}, id="half the heads"),
+        pytest.param({"query": query(3, 1, 16, 576)[1:]}, id="some of the requests"),
+        pytest.param({"sinks": [torch.zeros(16)]}, id="a list of one tensor of sinks"),
+        pytest.param({"sinks": (torch.zeros(16),)}, id="a tuple of one tensor of sinks"),
+        pytest.param(
+            {"workspace_buffer": torch.zeros(1 << 20, dtype=torch.int8)[32:]},
+            id="the rest of a workspace",
+        ),
+    ],
+)
+def test_views_that_the_kernel_can_read_are_passed_on_as_they_are(changes: dict[str, Any]) -> None:
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel, recorded("0.7.4")):
+        decode_mla(**call(**changes))
+    for name, value in changes.items():
+        expected = value if isinstance(value, Tensor) else value[0]
+        assert kernel.call_args.kwargs[name].data_ptr() == expected.data_ptr()

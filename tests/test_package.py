@@ -29,11 +29,10 @@ TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) f
 # Each layer may import those above it in this list, and its own without a circle.
 LAYERS = (
     ("errors",),
-    ("features",),
+    ("features", "validation"),
     ("abi", "dcp", "lse"),
     ("installed", "machine", "failures", "releases", "probing", "reference", "backends"),
     ("guards",),
-    ("validation",),
     ("inputs", "scales", "sizes"),
     ("routing",),
     ("plans", "launch", "debug", "prepared"),

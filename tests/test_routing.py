@@ -13,6 +13,7 @@ from fi_dcp_compat import (
     InvalidInputError,
     UnsupportedConfigError,
     decode_mla,
+    prepare_decode_mla,
     recorded,
 )
 from fi_dcp_compat.backends import Config
@@ -272,6 +273,12 @@ def test_s31_any_other_spelling_of_the_base_is_refused_with_the_two_that_are_tak
         "Fix: pass 'e' where FlashInfer says 'basee', '2' where it says 'base2'."
     )
     assert (raised.value.argument, raised.value.value) == ("lse_base", spelling)
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match="lse_base must be 'e' or '2'") as prepare,
+    ):
+        prepare_decode_mla(page_size=64, dtype=torch.bfloat16, bmm1_scale=0.05, lse_base=spelling)
+    assert str(prepare.value) == str(raised.value)
     assert isinstance(raised.value, ValueError)
     kernel.assert_not_called()
 

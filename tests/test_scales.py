@@ -253,3 +253,30 @@ def test_an_infinite_threshold_is_refused() -> None:
     """It would skip every tile."""
     with pytest.raises(InvalidInputError, match="skip_softmax_threshold_scale_factor must be"):
         skip_softmax_factor(math.inf)
+
+
+@pytest.mark.parametrize(
+    "name", ["bmm1_scale", "bmm2_scale", "skip_softmax_threshold_scale_factor"]
+)
+def test_an_int_that_no_float_can_hold_is_refused_by_its_name(name: str) -> None:
+    """It would be an OverflowError on its way to the kernel."""
+    kernel = mock_kernel("0.7.4")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match=f"{name} must be") as raised,
+    ):
+        decode_mla(**(call() | {name: 10**400}))
+    assert raised.value.argument == name
+    kernel.assert_not_called()
+
+
+def test_a_sparse_scale_is_refused() -> None:
+    """It has no memory that the kernel could read through a pointer."""
+    kernel = mock_kernel("0.7.4")
+    with (
+        use_kernel(kernel, recorded("0.7.4")),
+        pytest.raises(InvalidInputError, match="bmm1_scale must be") as raised,
+    ):
+        decode_mla(**call(bmm1_scale=torch.ones(1).to_sparse()))
+    assert raised.value.argument == "bmm1_scale"
+    kernel.assert_not_called()

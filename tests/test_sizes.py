@@ -355,3 +355,16 @@ def test_s33_a_counter_buffer_that_is_not_forwarded_is_not_looked_at(version: st
         refused(call(multi_ctas_kv_counter_buffer=small), abi=abi)
     else:
         run(call(multi_ctas_kv_counter_buffer=small), abi=abi)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("backend", ["cute-dsl", "trtllm-gen"])
+def test_an_empty_batch_needs_no_workspace(version: str, backend: str) -> None:
+    empty = call(
+        query=torch.zeros(0, 1, 16, 576, dtype=torch.bfloat16),
+        block_tables=torch.zeros(0, 2, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32),
+        workspace_buffer=torch.zeros(0, dtype=torch.int8),
+        backend=backend,
+    )
+    run(empty, abi=recorded(version)).assert_not_called()
