@@ -11,7 +11,14 @@ from packaging.version import InvalidVersion, Version
 from .errors import FlashInferSignatureError, FlashInferVersionError, Reason, raise_first
 from .features import FEATURES, FIRST_RELEASE, ROWS, Feature, Features
 
-__all__ = ["DISTRIBUTION", "FUNCTION", "FlashInferABI", "Parameter", "missing_feature"]
+__all__ = [
+    "DISTRIBUTION",
+    "FUNCTION",
+    "FlashInferABI",
+    "Parameter",
+    "missing_dcp",
+    "missing_feature",
+]
 
 DISTRIBUTION = "flashinfer-python"
 FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
@@ -122,10 +129,8 @@ class FlashInferABI:
         FlashInferSignatureError
             The release is new enough but a keyword is missing.
         """
-        reason = missing_feature(
-            self, "native_dcp", asked="decode_mla(dcp=...)", instead="call with dcp=None"
-        )
-        raise_first((reason,) if reason else ())
+        reason = missing_dcp(self)
+        raise_first(() if reason is None else (reason,))
 
 
 @lru_cache(maxsize=64)
@@ -211,3 +216,9 @@ def missing_feature(
         needed=needed + ".",
         fix=f"{fix}, or {instead}." if instead else f"{fix}.",
     )
+
+
+def missing_dcp(abi: FlashInferABI) -> Reason | None:
+    """Return why a call with `dcp` cannot run on `abi`, or None if it can."""
+    asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
+    return missing_feature(abi, "native_dcp", asked=asked, instead=instead)

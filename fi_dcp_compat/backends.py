@@ -45,6 +45,11 @@ class Config(NamedTuple):
     block_table_width: int | None = None
     batch: int | None = None
 
+    @property
+    def wants_lse(self) -> bool:
+        """Whether the kernel is asked for an LSE; ranks cannot be merged without."""
+        return self.return_lse or self.dcp_world_size > 1
+
     def flattened(self) -> Config:
         """Return what the kernel runs: a non-causal block is a batch of one-token rows."""
         if self.causal:
@@ -93,7 +98,7 @@ def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
         yield from _feature(abi, "cute_dsl_compact_queries", asked)
         if abi.features.cute_dsl_compact_queries:
             yield from _feature(abi, "compact_queries", asked)
-    if config.return_lse or config.dcp_world_size > 1:
+    if config.wants_lse:
         yield from _feature(abi, "cute_dsl_lse", "backend='cute-dsl' with return_lse=True")
     if config.sinks and (config.q_len > 1 or config.varlen):
         yield refused(

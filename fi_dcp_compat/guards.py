@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from .abi import CORE_KEYWORDS, DISTRIBUTION, FUNCTION, FlashInferABI, missing_feature
+from .abi import CORE_KEYWORDS, DISTRIBUTION, FUNCTION, FlashInferABI, missing_dcp, missing_feature
 from .backends import BACKENDS, RULES, Config, arch_reason, refused
 from .errors import (
     FlashInferSignatureError,
@@ -204,8 +204,7 @@ def _value_reasons(config: Config) -> Iterator[Reason]:
 
 def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     if config.dcp_world_size > 1:
-        asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
-        missing = missing_feature(abi, "native_dcp", asked=asked, instead=instead)
+        missing = missing_dcp(abi)
     else:
         missing = missing_feature(abi, "return_lse", asked="decode_mla")
     if missing is not None:

@@ -13,7 +13,7 @@ from .features import LseBase
 from .guards import Backend, dtype_name
 from .probing import Binding, bind_kernel
 from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
-from .releases import recorded, recorded_versions
+from .releases import newest
 from .routing import Route, route
 from .validation import invalid, require_int
 
@@ -139,7 +139,7 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
 @lru_cache(maxsize=1)
 def _reference_binding() -> Binding:
     # The reference takes the newest recorded release's keywords; a test holds it to that.
-    return Binding(reference_kernel, recorded(recorded_versions()[-1]))
+    return Binding(reference_kernel, newest())
 
 
 def bind(backend: str) -> Binding:

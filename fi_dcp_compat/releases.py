@@ -15,7 +15,7 @@ from .abi import DISTRIBUTION, FlashInferABI, Parameter
 from .errors import FlashInferVersionError
 from .installed import DEFINED_IN, read_parameters
 
-__all__ = ["recorded", "recorded_versions"]
+__all__ = ["newest", "recorded", "recorded_versions"]
 
 _DATA = Path(__file__).with_name("releases.json")
 _USUAL_KIND = Parameter("", None).kind
@@ -51,6 +51,11 @@ def recorded(version: str) -> FlashInferABI:
             argument="version",
             value=version,
         ) from exc
+
+
+def newest() -> FlashInferABI:
+    """Return the ABI of the newest recorded release."""
+    return recorded(recorded_versions()[-1])
 
 
 def recorded_versions() -> tuple[str, ...]:

@@ -43,24 +43,24 @@ class Route(NamedTuple):
 def route(abi: FlashInferABI, config: Config, lse_base: LseBase) -> Route:
     """Route a configuration, or raise the first reason why it cannot run."""
     raise_first(config_reasons(abi, config))
-    wants_lse = config.return_lse or config.dcp_world_size > 1
     able = tuple(n for n in candidates(config) if not backend_reasons(abi, config, n))
     features = abi.features
     backend = able[0]
     if config.backend == "auto" and set(able) == {"trtllm-gen", "cute-dsl"}:
         # With both able auto may stay auto, unless it leaves the base of the LSE open: from
         # 0.6.13 the tuning cache decides who runs, and only 0.7.1 lets a call name the base.
-        open_base = wants_lse and features.auto_tunes and not features.return_lse_base
+        open_base = config.wants_lse and features.auto_tunes and not features.return_lse_base
         backend = "trtllm-gen" if open_base else "auto"
     may_run = able if backend == "auto" and features.auto_tunes else (able[0],)
-    named = wants_lse and features.return_lse_base
+    named = config.wants_lse and features.return_lse_base
     found = "e" if backend == "reference" else features.lse_base[may_run[0]]
     return Route(
         backend=backend,
         may_run=may_run,
-        counter_buffer=(
-            "trtllm-gen" in may_run and features.counter_buffer and config.dcp_world_size == 1
-        ),
+        # Never with DCP, which no call routes to trtllm-gen.
+        counter_buffer="trtllm-gen" in may_run and features.counter_buffer,
         return_lse_base=("basee" if lse_base == "e" else "base2") if named else None,
-        lse_factor=lse_factor(found, lse_base) if wants_lse and found and not named else None,
+        lse_factor=lse_factor(found, lse_base)
+        if config.wants_lse and found and not named
+        else None,
     )

@@ -11,6 +11,7 @@ from .backends import CUTE_DSL_PAGE_SIZES, TRTLLM_GEN_PAGE_SIZES
 from .errors import FlashInferCompatError, InvalidInputError
 from .guards import Backend, check
 from .probing import probe
+from .releases import newest
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ def supports_combination(
     """
     try:
         found = check(
-            probe() if abi is None and backend != "reference" else abi or _newest(),
+            probe() if abi is None and backend != "reference" else abi or newest(),
             num_heads=num_heads,
             q_len=q_len,
             page_size=TRTLLM_GEN_PAGE_SIZES[-1] if page_size is None else page_size,
@@ -131,12 +132,6 @@ def supports_combination(
     except FlashInferCompatError as exc:
         return str(exc)
     return "\n".join(map(str, found)) or None
-
-
-def _newest() -> FlashInferABI:
-    from .releases import recorded, recorded_versions
-
-    return recorded(recorded_versions()[-1])
 
 
 _FIELDS = ("decode_context_parallel_size", "cp_kv_cache_interleave_size")
