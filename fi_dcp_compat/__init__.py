@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .decode import decode_mla, prepare_decode_mla
     from .errors import (
         FlashInferCompatError,
+        FlashInferCompatWarning,
         FlashInferImportError,
         FlashInferNotFoundError,
         FlashInferSignatureError,
@@ -47,6 +48,7 @@ __all__ = [
     "Features",
     "FlashInferABI",
     "FlashInferCompatError",
+    "FlashInferCompatWarning",
     "FlashInferImportError",
     "FlashInferNotFoundError",
     "FlashInferSignatureError",
@@ -85,6 +87,7 @@ _HOME = {
     "Features": "features",
     "FlashInferABI": "abi",
     "FlashInferCompatError": "errors",
+    "FlashInferCompatWarning": "errors",
     "FlashInferImportError": "errors",
     "FlashInferNotFoundError": "errors",
     "FlashInferSignatureError": "errors",

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from .errors import FlashInferSignatureError, FlashInferVersionError, Reason, raise_first
+from .errors import (
+    FlashInferSignatureError,
+    FlashInferVersionError,
+    Reason,
+    UnsupportedConfigError,
+    raise_first,
+)
 from .features import FEATURES, FIRST_RELEASE, ROWS, Feature, Features
+from .limits import INTERLEAVE_SIZES
 
 __all__ = [
     "DISTRIBUTION",
     "FUNCTION",
     "FlashInferABI",
     "Parameter",
+    "carries",
+    "interleave_reason",
     "missing_dcp",
     "missing_feature",
 ]
@@ -62,8 +70,17 @@ class Parameter(NamedTuple):
         return self.default is None and not self.kind.startswith("VAR_")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlashInferABI:
+class _Facts(NamedTuple):
+    version: str
+    parameters: tuple[Parameter, ...]
+    entry_point: str = ""
+    source: Literal["live", "static", "recorded"] = "recorded"
+    companions: tuple[tuple[str, str], ...] = ()
+    unreadable: str = ""
+    note: str = ""
+
+
+class FlashInferABI(_Facts):
     """One FlashInfer's MLA decode function, as a probe or a record describes it.
 
     Attributes
@@ -80,21 +97,17 @@ class FlashInferABI:
         Installed companion wheels (flashinfer-cubin, flashinfer-jit-cache) and their versions.
     unreadable : str
         Why the signature cannot be read; empty if it can.
-    features : Features
-        What it can do; worked out from the rest.
+    note : str
+        Which recorded release a newer one is judged by, and what it adds; empty if it is recorded.
     """
 
-    version: str
-    parameters: tuple[Parameter, ...] = field(repr=False)
-    entry_point: str = ""
-    source: Literal["live", "static", "recorded"] = "recorded"
-    companions: tuple[tuple[str, str], ...] = ()
-    unreadable: str = ""
-    features: Features = field(init=False, repr=False, compare=False)
+    @cached_property
+    def features(self) -> Features:
+        """What it can do; worked out from the rest."""
+        return Features(**{row.name: _present(self, row) for row in FEATURES})
 
-    def __post_init__(self) -> None:
-        has = {row.name: _present(self, row) for row in FEATURES}
-        object.__setattr__(self, "features", Features(**has))
+    def __repr__(self) -> str:
+        return f"FlashInferABI(version={self.version!r}, source={self.source!r})"
 
     @property
     def release(self) -> Version | None:
@@ -144,13 +157,20 @@ def parse_version(version: str) -> Version | None:
     return parsed if parsed.release[:3] != (0, 0, 0) else None
 
 
+def carries(release: Version, row: Feature) -> bool:
+    """Return whether a release has what `row` is about, by its number alone."""
+    return release >= Version(row.since) or any(
+        Version(first) <= release <= Version(last) for first, last in row.earlier
+    )
+
+
 def _present(abi: FlashInferABI, row: Feature) -> bool:
     if abi.unreadable or abi.lacks(*row.keywords):
         return False
     release, since = abi.release, Version(row.since)
     if release is not None and (abi.is_final or release >= since):
         # A backport may carry the keywords; only the release is known to do what they say.
-        return release >= since
+        return carries(release, row)
     # No final version to go by: PEP 440 sorts 0.6.17rc1 below 0.6.17, which has the feature.
     return bool(row.keywords) or any(
         Version(FIRST_RELEASE[parameter.name]) >= since
@@ -203,7 +223,7 @@ def missing_feature(
         found += ", whose signature does not show it"
         fix += f", or set {ASSUME_VERSION} to the release it stands for"
     kind: type[FlashInferVersionError] | type[FlashInferSignatureError] = FlashInferVersionError
-    needed = f"{row.since} or newer ({row.evidence})"
+    needed = f"{row.since} or newer ({row.evidence.partition(';')[0]})"
     if abi.is_final and gone and abi.release is not None and abi.release >= Version(row.since):
         kind = FlashInferSignatureError
         needed = f"a function with {', '.join(row.keywords)}, as {row.since} and newer have"
@@ -222,3 +242,21 @@ def missing_dcp(abi: FlashInferABI) -> Reason | None:
     """Return why a call with `dcp` cannot run on `abi`, or None if it can."""
     asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
     return missing_feature(abi, "native_dcp", asked=asked, instead=instead)
+
+
+def interleave_reason(
+    world_size: int, interleave_size: int, supported: tuple[int, ...] = INTERLEAVE_SIZES
+) -> Reason | None:
+    """Return why the KV layout cannot be masked natively, or None if it can."""
+    if world_size == 1 or interleave_size in supported:
+        return None
+    return Reason(
+        error=UnsupportedConfigError,
+        argument="cp_kv_cache_interleave_size",
+        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
+        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
+        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
+        "local key k of rank r for global position W*k + r.",
+        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
+        "disaggregation may have raised it to the block size.",
+    )

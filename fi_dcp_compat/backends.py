@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from . import limits
 from .abi import FlashInferABI, missing_feature
 from .errors import Reason, UnsupportedConfigError
 
 __all__ = ["BACKENDS", "RULES", "Config", "arch_reason", "refused"]
 
 BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
-# 1 divides 128 too, but the kernels' can_implement leaves it out (0.7.4 fp16:4062).
-CUTE_DSL_PAGE_SIZES = (2, 4, 8, 16, 32, 64, 128)
-TRTLLM_GEN_PAGE_SIZES = (32, 64)
-XQA_PAGE_SIZES = (16, 32, 64, 128)
-CUTE_DSL_MAX_HEADS = 128
-XQA_HEADS = 128
-# Rows of (query token, head) in one tile of the cute-dsl kernel, and CUDA's limit on tiles.
-CUTE_DSL_TILE_ROWS = 128
-GRID_Y_MAX = 65535
 
 
 class Config(NamedTuple):
@@ -75,18 +67,18 @@ def arch_reason(backend: str, capability: tuple[int, int], needed: str) -> Reaso
     )
 
 
-def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+def cute_dsl_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     backend = "cute-dsl"
     yield from _arch_rule(abi, config, backend, "cute_dsl_sm107")
-    yield from _dtype_rule(config, backend, ("bfloat16", "float16", "float8_e4m3fn"))
-    yield from _dims_rule(config, backend, ((512, 64),))
-    yield from _page_rule(config, backend, CUTE_DSL_PAGE_SIZES)
-    if config.num_heads > CUTE_DSL_MAX_HEADS:
+    yield from _dtype_rule(config, backend, limits.CUTE_DSL_DTYPES)
+    yield from _dims_rule(config, backend, limits.CUTE_DSL_DIMS)
+    yield from _page_rule(config, backend, limits.CUTE_DSL_PAGE_SIZES)
+    if config.num_heads > limits.CUTE_DSL_MAX_HEADS:
         yield refused(
             "num_heads",
             f"backend='cute-dsl' cannot run {config.num_heads} query heads.",
             f"num_heads={config.num_heads}.",
-            f"1 to {CUTE_DSL_MAX_HEADS}.",
+            f"1 to {limits.CUTE_DSL_MAX_HEADS}.",
             "split the heads over more ranks or calls.",
         )
     if config.q_len > 1 or config.varlen:
@@ -120,23 +112,23 @@ def _cute_dsl(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     yield from _argument_rule(config.skip_softmax, "skip_softmax_threshold_scale_factor", backend)
     yield from _argument_rule(config.tensor_scales, "bmm1_scale", backend, "tensor scales")
     yield from _width_rule(config, backend)
-    tiles = -(-config.q_len * config.num_heads // CUTE_DSL_TILE_ROWS)
-    if config.batch is not None and config.batch * tiles > GRID_Y_MAX:
+    tiles = -(-config.q_len * config.num_heads // limits.CUTE_DSL_TILE_ROWS)
+    if config.batch is not None and config.batch * tiles > limits.GRID_Y_MAX:
         yield refused(
             "query",
             "backend='cute-dsl' cannot launch a batch this large.",
             f"{config.batch} requests of {tiles} query tiles, {config.batch * tiles} in all.",
-            f"at most {GRID_Y_MAX} (CUDA's grid.y).",
+            f"at most {limits.GRID_Y_MAX} (CUDA's grid.y).",
             "split the batch.",
         )
 
 
-def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+def trtllm_gen_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     backend = "trtllm-gen"
     yield from _arch_rule(abi, config, backend, "trtllm_sm107")
-    yield from _dtype_rule(config, backend, ("bfloat16", "float8_e4m3fn"))
-    yield from _dims_rule(config, backend, ((512, 64), (256, 64)))
-    yield from _page_rule(config, backend, TRTLLM_GEN_PAGE_SIZES)
+    yield from _dtype_rule(config, backend, limits.TRTLLM_GEN_DTYPES)
+    yield from _dims_rule(config, backend, limits.TRTLLM_GEN_DIMS)
+    yield from _page_rule(config, backend, limits.TRTLLM_GEN_PAGE_SIZES)
     padded = abi.features.trtllm_padded_heads
     if not _tiles_heads(config.num_heads, padded):
         yield refused(
@@ -146,8 +138,14 @@ def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             "1 to 64, or a multiple of 64." if padded else "1 to 16, 32, 48, or a multiple of 64.",
             "pad the query to that many heads.",
         )
+    splits = f"backend='trtllm-gen' with more than {limits.TRTLLM_GEN_FUSED_HEADS} heads"
+    apart = config.num_heads > limits.TRTLLM_GEN_FUSED_HEADS
+    if config.tensor_scales and apart:
+        yield from _feature(abi, "trtllm_tensor_scales", f"{splits} and a tensor bmm1_scale")
     if config.varlen:
         yield from _feature(abi, "compact_queries", "decode_mla(cum_seq_lens_q=...)")
+        if abi.features.compact_queries and apart:
+            yield from _feature(abi, "trtllm_compact_splits", f"{splits} and cum_seq_lens_q")
         if config.return_lse:
             yield refused(
                 "return_lse",
@@ -163,26 +161,27 @@ def _trtllm_gen(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
 def _tiles_heads(num_heads: int, padded: bool) -> bool:
     # C++ asks num_heads % min(num_heads, tile) == 0 with tile 8, 16 or 64 (kernels.cuh); since
     # 0.6.16 up to 64 heads are padded to a tile (#4178).
-    if num_heads > 64:
-        return num_heads % 64 == 0
-    return padded or num_heads <= 16 or num_heads % 16 == 0
+    _, middle, largest = limits.TRTLLM_GEN_HEAD_TILES
+    if num_heads > largest:
+        return num_heads % largest == 0
+    return padded or num_heads <= middle or num_heads % middle == 0
 
 
-def _xqa(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+def xqa_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     backend = "xqa"
     if config.compute_capability is not None and config.compute_capability[0] != 12:
         yield arch_reason(backend, config.compute_capability, "12.0 or 12.1")
-    yield from _dtype_rule(config, backend, ("bfloat16", "float8_e4m3fn"))
-    yield from _dims_rule(config, backend, ((512, 64),))
-    yield from _page_rule(config, backend, XQA_PAGE_SIZES)
+    yield from _dtype_rule(config, backend, limits.XQA_DTYPES)
+    yield from _dims_rule(config, backend, limits.XQA_DIMS)
+    yield from _page_rule(config, backend, limits.XQA_PAGE_SIZES)
     yield from _width_rule(config, backend)
-    if config.num_heads != XQA_HEADS:
+    if config.num_heads != limits.XQA_HEADS:
         yield refused(
             "num_heads",
             f"backend='xqa' cannot run {config.num_heads} query heads.",
             f"num_heads={config.num_heads}.",
-            f"{XQA_HEADS}.",
-            f"gather the heads to {XQA_HEADS}.",
+            f"{limits.XQA_HEADS}.",
+            f"gather the heads to {limits.XQA_HEADS}.",
         )
     if config.q_len > 1:
         yield refused(
@@ -202,17 +201,17 @@ def _xqa(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
         yield from _argument_rule(given, argument, backend, what)
 
 
-def _reference(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
+def reference_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     backend = "reference"
     yield from _dtype_rule(config, backend, ("bfloat16", "float16", "float8_e4m3fn", "float32"))
     yield from _argument_rule(config.skip_softmax, "skip_softmax_threshold_scale_factor", backend)
 
 
 RULES: dict[str, Callable[[FlashInferABI, Config], Iterator[Reason]]] = {
-    "cute-dsl": _cute_dsl,
-    "trtllm-gen": _trtllm_gen,
-    "xqa": _xqa,
-    "reference": _reference,
+    "cute-dsl": cute_dsl_rules,
+    "trtllm-gen": trtllm_gen_rules,
+    "xqa": xqa_rules,
+    "reference": reference_rules,
 }
 
 
@@ -220,7 +219,7 @@ def _arch_rule(abi: FlashInferABI, config: Config, backend: str, rubin: str) -> 
     # FlashInfer's host lets 11.x and 12.x through to cute-dsl, whose 16-bit softmax has no branch
     # for 11.0 and leaves the scores unread; trtllm-gen is not checked at all.
     capability = config.compute_capability
-    if capability is None or capability in ((10, 0), (10, 3)):
+    if capability is None or capability in limits.BLACKWELL:
         return
     if capability == (10, 7):
         yield from _feature(abi, rubin, f"backend={backend!r} on compute capability 10.7")
@@ -268,14 +267,14 @@ def _page_rule(config: Config, backend: str, allowed: tuple[int, ...]) -> Iterat
 
 
 def _width_rule(config: Config, backend: str) -> Iterator[Reason]:
-    width, step = config.block_table_width, max(1, 128 // config.page_size)
+    width, step = config.block_table_width, max(1, limits.TABLE_TOKENS // config.page_size)
     if width is not None and width % step:
         after = -(-width // step) * step
         yield refused(
             "block_tables",
             f"backend={backend!r} cannot take a block table {width} pages wide.",
             f"width {width} with page_size={config.page_size}.",
-            f"a multiple of {step} (128 / page_size); the next is {after}.",
+            f"a multiple of {step} ({limits.TABLE_TOKENS} / page_size); the next is {after}.",
             f"allocate the table {after} pages wide; the tail may hold anything.",
         )
 

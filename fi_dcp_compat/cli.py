@@ -1,10 +1,12 @@
-"""The command line: ``fi-dcp-compat doctor`` and ``fi-dcp-compat demo``."""
+"""The command line: ``fi-dcp-compat doctor``, ``demo`` and ``releases``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -30,9 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--world-size", type=_positive, default=8, metavar="W", help="ranks (8)")
     demo.add_argument("--q-len", type=_positive, default=3, metavar="Q", help="query tokens (3)")
+    releases = commands.add_parser(
+        "releases",
+        help="what each FlashInfer release can do; record a new one from its wheel",
+        description="Prints the tables that guards, routes and messages read. Exit status 1 if "
+        "--verify finds a difference, 2 if a wheel cannot be had.",
+    )
+    form = releases.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="write JSON, signatures included")
+    form.add_argument("--markdown", action="store_true", help="write the README's tables")
+    for option, what in (
+        ("--verify", "hold the records against the wheels of these releases (all)"),
+        ("--record", "record these releases from their wheels (the index's new ones)"),
+    ):
+        form.add_argument(option, nargs="*", type=_version, metavar="VERSION", help=what)
+    releases.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="keep the wheels there, and use what is there"
+    )
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         return _doctor(as_json=arguments.json, live=arguments.live)
+    if arguments.command == "releases":
+        return _releases(arguments)
     return _demo(arguments.world_size, arguments.q_len)
 
 
@@ -43,6 +64,15 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def _version(text: str) -> str:
+    from .abi import parse_version
+
+    version = parse_version(text)
+    if version is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version")
+    return str(version)
 
 
 def _doctor(*, as_json: bool, live: bool) -> int:
@@ -59,3 +89,30 @@ def _demo(world_size: int, q_len: int) -> int:
     report = run(world_size, q_len)
     print(render(report, q_len))
     return 0 if report.passed else 1
+
+
+def _releases(arguments: argparse.Namespace) -> int:
+    from . import catalogue, wheels
+    from .errors import FlashInferCompatError
+
+    if arguments.json:
+        print(json.dumps(catalogue.as_dict(), indent=2))
+        return 0
+    if arguments.markdown or (arguments.verify is None and arguments.record is None):
+        print(catalogue.markdown() if arguments.markdown else catalogue.text())
+        return 0
+    try:
+        if arguments.record is not None:
+            for line in wheels.record(arguments.record, arguments.wheels):
+                print(line, flush=True)
+            return 0
+        releases = differences = 0
+        for name, lines in wheels.verify(arguments.verify, arguments.wheels):
+            releases, differences = releases + 1, differences + len(lines)
+            for line in lines:
+                print(f"{name}: {line}", flush=True)
+    except FlashInferCompatError as exc:
+        print(exc, file=sys.stderr)
+        return 2
+    print(f"{releases} releases, {differences} differences")
+    return 1 if differences else 0

@@ -11,7 +11,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .errors import InvalidInputError, Reason, UnsupportedConfigError
+from .abi import interleave_reason
+from .errors import InvalidInputError
 from .validation import describe, is_tensor
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "FlatRows",
     "causal_bounds",
     "flatten_query_rows",
-    "interleave_reason",
     "local_seq_lens",
 ]
 
@@ -88,24 +88,6 @@ def check_ranks(
             argument=name.split()[0],
             value=describe(value) if is_tensor(value) else value,
         )
-
-
-def interleave_reason(
-    world_size: int, interleave_size: int, supported: tuple[int, ...] = (1,)
-) -> Reason | None:
-    """Return why the KV layout cannot be masked natively, or None if it can."""
-    if world_size == 1 or interleave_size in supported:
-        return None
-    return Reason(
-        error=UnsupportedConfigError,
-        argument="cp_kv_cache_interleave_size",
-        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
-        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
-        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
-        "local key k of rank r for global position W*k + r.",
-        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
-        "disaggregation may have raised it to the block size.",
-    )
 
 
 @overload

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from .abi import ASSUME_VERSION, DISTRIBUTION, FlashInferABI, missing_feature, parse_version
+from .abi import (
+    ASSUME_VERSION,
+    DISTRIBUTION,
+    FlashInferABI,
+    carries,
+    missing_feature,
+    parse_version,
+)
 from .errors import FlashInferCompatError
-from .features import IMPORT_NEEDS_CUDA, ROWS
-from .installed import COMPANIONS, find_distribution, installed_distributions
+from .features import ROWS
+from .guards import check
+from .installed import COMPANIONS, find_distribution, installed_distributions, read_text
+from .known_issues import issues_of
 from .machine import Gpu, torch_is_cpu_only, visible_gpus
 from .probing import assumed_version, installed_version, probe
 
@@ -72,7 +80,7 @@ class Diagnosis(NamedTuple):
                 "entry_point": abi.entry_point,
                 "source": abi.source,
                 "parameters": [parameter.name for parameter in abi.parameters],
-                "features": asdict(abi.features),
+                "features": abi.features._asdict(),
             },
             "gpus": [
                 {"name": gpu.name, "compute_capability": list(gpu.compute_capability)}
@@ -101,6 +109,19 @@ def diagnose(*, live: bool = False) -> Diagnosis:
         missing = missing_feature(abi, "native_dcp", asked="Native DCP")
         if missing is not None:
             reasons.append(Finding(f"{missing.summary} Found: {missing.found}", missing.fix))
+        else:
+            drifted = check(
+                abi, dcp_world_size=2, num_heads=128, q_len=1, page_size=64, dtype="bfloat16"
+            )
+            reasons += [Finding(f"{r.summary} Found: {r.found}", r.fix) for r in drifted]
+        notes += [
+            Finding(f"{abi.describe()}: {issue.what} ({issue.evidence}).", f"{issue.instead}.")
+            for issue in issues_of(abi)
+            if issue.effect == "warned"
+        ]
+        if abi.note:
+            problem = f"{abi.describe()} is {abi.note}."
+            notes.append(Finding(problem, "update fi-dcp-compat once it records that release."))
         reasons += _cutlass_problems(abi, versions.get(CUTLASS_DSL))
         companions, harmless = _companion_problems(versions)
         reasons += companions
@@ -124,10 +145,7 @@ def _torch_problems(version: str | None) -> list[Finding]:
         return []
     flashinfer = installed_version()
     release = parse_version(flashinfer)
-    dies = release is not None and any(
-        Version(first) <= release <= Version(last) for first, last in IMPORT_NEEDS_CUDA
-    )
-    if not dies:
+    if release is None or carries(release, ROWS["imports_without_cuda"]):
         problem = f"torch {version} is a CPU build: none of its tensors can be on a GPU."
         return [Finding(problem, "install a CUDA build of torch.")]
     return [
@@ -164,10 +182,7 @@ def _requirement(name: str) -> Requirement | None:
     folder = find_distribution(DISTRIBUTION)
     if folder is None:
         return None
-    try:
-        text = (folder / "METADATA").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+    text = read_text(folder, "METADATA") or ""
     for line in re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE):
         try:
             requirement = Requirement(line)

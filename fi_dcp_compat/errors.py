@@ -7,6 +7,7 @@ from typing import NamedTuple, TypedDict, TypeVar
 
 __all__ = [
     "FlashInferCompatError",
+    "FlashInferCompatWarning",
     "FlashInferImportError",
     "FlashInferNotFoundError",
     "FlashInferSignatureError",
@@ -121,6 +122,10 @@ class InvalidInputError(FlashInferCompatError, ValueError):
 
 class NotPreparedError(FlashInferCompatError):
     """A kernel would be compiled for the first time inside a CUDA-graph capture."""
+
+
+class FlashInferCompatWarning(UserWarning):
+    """The installed release has a known fault that this configuration meets; results are right."""
 
 
 class Reason(NamedTuple):

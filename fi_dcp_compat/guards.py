@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from .abi import CORE_KEYWORDS, DISTRIBUTION, FUNCTION, FlashInferABI, missing_dcp, missing_feature
-from .backends import BACKENDS, RULES, Config, arch_reason, refused
-from .errors import (
-    FlashInferSignatureError,
-    Reason,
-    UnsupportedConfigError,
+from .abi import (
+    ASSUME_VERSION,
+    CORE_KEYWORDS,
+    DISTRIBUTION,
+    FUNCTION,
+    FlashInferABI,
+    interleave_reason,
+    missing_dcp,
+    missing_feature,
 )
+from .backends import BACKENDS, RULES, Config, arch_reason, refused
+from .errors import FlashInferSignatureError, Reason, UnsupportedConfigError
 from .features import ROWS
+from .limits import AUTO_BACKENDS
+from .releases import drift
 
 if TYPE_CHECKING:
     import torch
@@ -148,9 +155,8 @@ def candidates(config: Config) -> tuple[str, ...]:
         return ("cute-dsl",)
     if config.backend != "auto":
         return (config.backend,)
-    if config.compute_capability is None or config.compute_capability[0] == 10:
-        return ("trtllm-gen", "cute-dsl")
-    return ("xqa",) if config.compute_capability[0] == 12 else ()
+    major = 10 if config.compute_capability is None else config.compute_capability[0]
+    return AUTO_BACKENDS.get(major, ())
 
 
 def backend_reasons(abi: FlashInferABI, config: Config, backend: str) -> tuple[Reason, ...]:
@@ -203,41 +209,47 @@ def _value_reasons(config: Config) -> Iterator[Reason]:
 
 
 def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
-    if config.dcp_world_size > 1:
-        missing = missing_dcp(abi)
-    else:
-        missing = missing_feature(abi, "return_lse", asked="decode_mla")
+    feature = "native_dcp" if config.dcp_world_size > 1 else "return_lse"
+    dcp = feature == "native_dcp"
+    missing = missing_dcp(abi) if dcp else missing_feature(abi, feature, asked="decode_mla")
     if missing is not None:
         yield missing
     if abi.unreadable:
         return
-    new = tuple(
-        parameter.name
-        for parameter in abi.parameters
-        if parameter.required and parameter.name not in CORE_KEYWORDS
-    )
+    changed = drift(abi)
     used = ["sinks"] if config.sinks else []
     used += ["skip_softmax_threshold_scale_factor"] if config.skip_softmax else []
-    for names, verb in ((abi.lacks(*CORE_KEYWORDS, *used), "has lost"), (new, "newly requires")):
+    lost = abi.lacks(*CORE_KEYWORDS, *used)
+    new = tuple(p.name for p in abi.parameters if p.required and p.name not in CORE_KEYWORDS)
+    if changed is not None:
+        # What an unrecorded release has lost says that it is another function, used or not.
+        named = (*lost, *(ROWS[feature].keywords if missing is not None else ()))
+        lost += tuple(name for name in changed.missing if name not in named)
+    for names, verb in ((lost, "has lost"), (new, "newly requires")):
         if names:
             yield drift_reason(abi, names, verb)
 
 
 def drift_reason(abi: FlashInferABI, names: Sequence[str], verb: str = "has lost") -> Reason:
     """Build the reason for a function whose parameters are not those of its version."""
+    changed = drift(abi)
+    like = (
+        f"{changed.nearest.version}, the nearest recorded one" if changed else "a recorded release"
+    )
+    fix = f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat"
+    if changed is not None and not set(names) & {*CORE_KEYWORDS, *changed.required}:
+        fix += f", or set {ASSUME_VERSION}={changed.nearest.version} if nothing else changed"
     return Reason(
         FlashInferSignatureError,
         names[0],
         f"{FUNCTION} {verb} {', '.join(names)}.",
         f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
-        "the parameters of a recorded release, without more required ones.",
-        f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat.",
+        f"the parameters of {like}, without more required ones.",
+        f"{fix}.",
     )
 
 
 def _dcp_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
-    from .dcp import interleave_reason
-
     world = f"dcp_world_size={config.dcp_world_size}"
     reason = interleave_reason(
         config.dcp_world_size, config.interleave_size, abi.features.interleave_sizes

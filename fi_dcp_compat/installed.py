@@ -10,8 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
 
 from .abi import FUNCTION, Parameter
 from .errors import FlashInferImportError
@@ -23,6 +21,7 @@ __all__ = [
     "installed_distributions",
     "package_folder",
     "read_parameters",
+    "read_text",
     "written_version",
 ]
 
@@ -35,19 +34,19 @@ _DIST_INFO = re.compile(r"([^/\\]+?)-([^-/\\]+)\.dist-info$")
 
 def installed_distributions(names: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those of `names` that are installed, from dist-info folder names."""
-    found = {name: _DIST_INFO.search(str(folder)) for name, folder in _dist_infos(names).items()}
+    found = {name: _DIST_INFO.search(folder) for name, folder in _dist_infos(names).items()}
     return {name: match[2] for name, match in found.items() if match is not None}
 
 
-def find_distribution(name: str) -> Path | None:
+def find_distribution(name: str) -> str | None:
     """Return the dist-info folder of an installed distribution, or None."""
     return _dist_infos((name,)).get(name)
 
 
-def _dist_infos(names: tuple[str, ...]) -> dict[str, Path]:
+def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
     # Reading folder names costs a fraction of importlib.metadata, which opens every candidate.
     wanted = {name.replace("-", "_"): name for name in names}
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}
     for folder in sys.path:
         try:
             entries = os.listdir(folder or ".")
@@ -58,18 +57,13 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, Path]:
             name = wanted.get(re.sub(r"[-_.]+", "_", match[1]).lower()) if match else None
             if name is not None:
                 # The first on the path is the one that is imported.
-                found.setdefault(name, Path(folder or ".", entry))
+                found.setdefault(name, os.path.join(folder or ".", entry))
     return {name: found[name] for name in names if name in found}
 
 
-class _Source(Protocol):
-    def read_text(self, encoding: str, errors: str) -> str: ...
-
-
-def read_parameters(sources: Mapping[str, _Source]) -> tuple[tuple[Parameter, ...], str]:
-    """Read the function's parameters from the first of `sources` that defines it."""
-    for name, source in sources.items():
-        text = source.read_text(encoding="utf-8", errors="replace")
+def read_parameters(sources: Mapping[str, str]) -> tuple[tuple[Parameter, ...], str]:
+    """Read the function's parameters from the first of `sources`, file to text, that has it."""
+    for name, text in sources.items():
         # Parsing the header alone takes a fiftieth of parsing the whole file.
         match = _HEADER.search(text)
         try:
@@ -77,7 +71,7 @@ def read_parameters(sources: Mapping[str, _Source]) -> tuple[tuple[Parameter, ..
         except (SyntaxError, ValueError) as exc:
             raise FlashInferImportError(
                 "A file of FlashInfer is no Python.",
-                found=f"{source}: {exc}.",
+                found=f"flashinfer/{name}: {exc}.",
                 needed="the file as its wheel has it.",
                 fix="pip install --force-reinstall flashinfer-python.",
                 argument=name,
@@ -118,7 +112,7 @@ def _default(node: ast.expr | None) -> str | None:
         return ast.unparse(node)
 
 
-def package_folder() -> Path | None:
+def package_folder() -> str | None:
     """Return the folder of the installed flashinfer package, importing nothing of it."""
     import importlib.machinery
     import importlib.util
@@ -129,16 +123,22 @@ def package_folder() -> Path | None:
         spec = importlib.machinery.PathFinder.find_spec("flashinfer")
     if spec is None or not spec.submodule_search_locations:
         return None
-    return Path(next(iter(spec.submodule_search_locations)))
+    return next(iter(spec.submodule_search_locations))
 
 
-def written_version(package: Path) -> str | None:
+def read_text(*path: str) -> str | None:
+    """Return a file's text, or None if it cannot be read."""
+    try:
+        with open(os.path.join(*path), encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def written_version(package: str) -> str | None:
     """Return the version written in the package's own files, or None."""
     for name in ("_build_meta.py", "version.py"):
-        try:
-            text = (package / name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
+        text = read_text(package, name) or ""
         match = re.search(r"""^__version__(?:\s*:\s*str)?\s*=\s*["']([^"']+)["']""", text, re.M)
         if match:
             return match[1]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .dcp import flatten_query_rows
 from .errors import FlashInferSignatureError, NotPreparedError
+from .failures import import_failure
 from .inputs import QueryLayout, Step
 from .plans import Plan
 from .probing import Binding
@@ -63,6 +64,11 @@ def call_kernel(binding: Binding, arguments: dict[str, object]) -> tuple[Tensor,
         if _NOT_PREPARED not in str(exc):
             raise
         raise _not_prepared(binding, arguments) from exc
+    except (AttributeError, ImportError) as exc:
+        # cute-dsl is imported by its first call, and may not fit the installed CuTe DSL.
+        if "cutlass" not in str(exc):
+            raise
+        raise import_failure(exc) from exc
     if isinstance(result, tuple):
         return result if "return_lse" in arguments else (result[0], None)
     if "return_lse" not in arguments:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from typing import NamedTuple
 
-from .installed import find_distribution
+from .installed import find_distribution, read_text
 
 __all__ = ["Gpu", "torch_is_cpu_only", "visible_gpus"]
 
@@ -23,12 +24,7 @@ def torch_is_cpu_only() -> bool:
     folder = find_distribution("torch")
     if folder is None:
         return False
-    try:
-        text = (folder.parent / "torch" / "version.py").read_text(
-            encoding="utf-8", errors="replace"
-        )
-    except OSError:
-        return False
+    text = read_text(os.path.dirname(folder), "torch", "version.py") or ""
     return bool(re.search(r"^cuda(?::.*)?\s*=\s*None", text, re.MULTILINE))
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from .abi import FlashInferABI
-from .backends import XQA_HEADS, Config
+from .backends import Config
 from .features import LseBase
 from .guards import Backend, dtype_name
+from .limits import TRTLLM_GEN_HEAD_TILES, XQA_HEADS
 from .probing import Binding, bind_kernel
 from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
 from .releases import newest
@@ -42,9 +43,9 @@ class Settings(NamedTuple):
     enable_pdl: bool | None
 
     def config(self) -> Config:
-        """Return the configuration as far as it is known: heads every backend has, one token."""
+        """Return the configuration as far as it is known: heads the backend has, one token."""
         return Config(
-            num_heads=XQA_HEADS,
+            num_heads=XQA_HEADS if self.backend == "xqa" else TRTLLM_GEN_HEAD_TILES[0],
             q_len=1,
             page_size=self.page_size,
             dtype=dtype_name(self.dtype),
@@ -97,6 +98,7 @@ class Plan(NamedTuple):
     known: frozenset[str]
     out_dtype: torch.dtype
     strided_tables: bool
+    whole_heads: bool
     xqa: bool
 
 
@@ -132,6 +134,9 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
         known=frozenset(parameter.name for parameter in abi.parameters),
         out_dtype=out_dtype,
         strided_tables=path.may_run == ("cute-dsl",),
+        whole_heads="cute-dsl" in path.may_run
+        and config.flattened().q_len > 1
+        and not abi.features.cute_dsl_sliced_heads,
         xqa=path.backend == "xqa",
     )
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import debug
-from .backends import CUTE_DSL_TILE_ROWS, GRID_Y_MAX
 from .guards import drift_reason
 from .inputs import (
     QueryLayout,
@@ -25,7 +24,9 @@ from .inputs import (
     query_layout,
     require_sinks,
 )
+from .known_issues import warn_of
 from .launch import call_kernel, step_arguments, wrong_result
+from .limits import CUTE_DSL_TILE_ROWS, GRID_Y_MAX, TABLE_TOKENS
 from .plans import Plan, Settings, make_plan
 from .probing import Binding
 from .scales import require_scales
@@ -193,7 +194,11 @@ class MLADecoder:
         cache = cache_view(
             step.kv_cache, settings.page_size, head_dim, settings.kv_dtype, step.query.device
         )
-        dcp = settings.dcp_world_size > 1
+        query, dcp = step.query, settings.dcp_world_size > 1
+        if plan.whole_heads and query.stride(-3) != layout.num_heads * query.stride(-2):
+            # It folds query tokens into heads by this stride (known_issues, sliced_heads_folded).
+            needed = "one query token's heads right behind the last one's"
+            invalid("query", f"must have {needed}", query, needed, "pass query.contiguous()")
         check_own(
             step,
             kv_lora_rank=settings.kv_lora_rank,
@@ -222,7 +227,7 @@ class MLADecoder:
     def _plan(self, layout: QueryLayout, width: int, gpu: _Gpu | None) -> Plan:
         settings = self._settings
         # Width and batch are keys only where a rule may refuse them, so the cache stays small.
-        odd_width = width if width % max(1, 128 // max(1, settings.page_size)) else None
+        odd_width = width if width % max(1, TABLE_TOKENS // max(1, settings.page_size)) else None
         tiles = layout.batch * layout.q_len * (layout.num_heads // CUTE_DSL_TILE_ROWS + 1)
         large_batch = layout.batch if tiles > GRID_Y_MAX else None
         capability = None if gpu is None else gpu.capability
@@ -238,4 +243,6 @@ class MLADecoder:
                 batch=large_batch,
             )
             plan = self._plans[key] = make_plan(self._binding.abi, settings, config)
+            if self._binding.genuine:  # a mock has none of FlashInfer's faults
+                warn_of(self._binding.abi, plan.route.backend)
         return plan

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from .abi import (
@@ -28,8 +27,10 @@ from .installed import (
     installed_distributions,
     package_folder,
     read_parameters,
+    read_text,
     written_version,
 )
+from .releases import drift
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,6 +121,7 @@ def bind_kernel() -> Binding:
 @lru_cache(maxsize=16)
 def _bind(kernel: Kernel) -> Binding:
     import inspect
+    from pathlib import Path
 
     abi = describe_kernel(kernel, _live_version())
     package = getattr(sys.modules.get("flashinfer"), "__path__", None)
@@ -151,14 +153,21 @@ def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
             unreadable = f"{type(kernel).__name__} with the signature {signature}"
             parameters = ()
     inner = inspect.unwrap(kernel)
-    return FlashInferABI(
-        version=version,
-        parameters=parameters,
-        entry_point=f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__name__', '?')}",
-        source="live",
-        companions=_companions(),
-        unreadable=unreadable,
+    return _noted(
+        FlashInferABI(
+            version=version,
+            parameters=parameters,
+            entry_point=f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__name__', '?')}",
+            source="live",
+            companions=_companions(),
+            unreadable=unreadable,
+        )
     )
+
+
+def _noted(abi: FlashInferABI) -> FlashInferABI:
+    changed = drift(abi)
+    return abi if changed is None else abi._replace(note=changed.note)
 
 
 def assumed_version() -> str | None:
@@ -231,15 +240,16 @@ def _static_abi() -> FlashInferABI:
     if package is None:
         raise not_found()
     version = assumed_version() or installed_version()
-    parameters, entry_point = read_parameters(
-        {name: package / name for name in DEFINED_IN if (package / name).is_file()}
-    )
+    texts = {name: read_text(package, name) for name in DEFINED_IN}
+    parameters, entry_point = read_parameters({name: text for name, text in texts.items() if text})
     if not parameters:
-        raise function_gone(str(package), version)
-    return FlashInferABI(
-        version=version,
-        parameters=parameters,
-        entry_point=entry_point,
-        source="static",
-        companions=_companions(),
+        raise function_gone(package, version)
+    return _noted(
+        FlashInferABI(
+            version=version,
+            parameters=parameters,
+            entry_point=entry_point,
+            source="static",
+            companions=_companions(),
+        )
     )

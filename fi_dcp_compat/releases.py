@@ -1,23 +1,21 @@
-"""The recorded FlashInfer releases: what each one's function looks like, from its wheel."""
+"""The recorded FlashInfer releases, and how an unrecorded one compares with the nearest."""
 
 from __future__ import annotations
 
 import json
-import zipfile
+import os
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from .abi import DISTRIBUTION, FlashInferABI, Parameter
+from .abi import FlashInferABI, Parameter
 from .errors import FlashInferVersionError
-from .installed import DEFINED_IN, read_parameters
 
-__all__ = ["newest", "recorded", "recorded_versions"]
+__all__ = ["Drift", "drift", "newest", "recorded", "recorded_versions"]
 
-_DATA = Path(__file__).with_name("releases.json")
+DATA = os.path.join(os.path.dirname(__file__), "releases.json")
 _USUAL_KIND = Parameter("", None).kind
 
 
@@ -26,13 +24,18 @@ class _Record(NamedTuple):
     entry_point: str
 
 
+class _Data(NamedTuple):
+    signatures: list[tuple[Parameter, ...]]
+    releases: dict[Version, _Record]
+
+
 def recorded(version: str) -> FlashInferABI:
     """Return the ABI of a recorded FlashInfer release.
 
     Parameters
     ----------
     version : str
-        For example ``"0.6.17"``.
+        For example ``"0.6.17"``; a local part (``+cu130``) is not looked at.
 
     Raises
     ------
@@ -40,7 +43,7 @@ def recorded(version: str) -> FlashInferABI:
         No such release is recorded.
     """
     try:
-        return _all()[Version(version)]
+        return _recorded(Version(Version(version).public))
     except (InvalidVersion, KeyError) as exc:
         known = recorded_versions()
         raise FlashInferVersionError(
@@ -60,48 +63,83 @@ def newest() -> FlashInferABI:
 
 def recorded_versions() -> tuple[str, ...]:
     """Return the recorded releases, oldest first."""
-    return tuple(str(version) for version in _all())
+    return tuple(str(version) for version in _data().releases)
+
+
+class Drift(NamedTuple):
+    """What an unrecorded release's function has that the nearest recorded one's has not.
+
+    Attributes
+    ----------
+    nearest : FlashInferABI
+        The newest recorded release that is not newer.
+    added, required : tuple of str
+        New parameters, with a default and without.
+    missing : tuple of str
+        Parameters that are gone.
+    """
+
+    nearest: FlashInferABI
+    added: tuple[str, ...]
+    required: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """Which release the behaviour is taken from, and what is left at its default."""
+        note = f"not recorded; judged as {self.nearest.version}, the nearest release that is"
+        return f"{note}, its new {', '.join(self.added)} left alone" if self.added else note
+
+
+def drift(abi: FlashInferABI) -> Drift | None:
+    """Compare an unrecorded release with the nearest recorded one.
+
+    Returns
+    -------
+    Drift or None
+        None where there is nothing to compare: the release is recorded, older than all that are,
+        or judged by its signature alone (its version is unknown, or a pre-release of a recorded
+        release).
+    """
+    release, known = abi.release, _data().releases
+    if release is None or abi.unreadable or Version(release.public) in known:
+        return None
+    older = [version for version in known if version <= release]
+    if not older or not (abi.is_final or older[-1] == next(reversed(known))):
+        return None
+    nearest = _recorded(older[-1])
+    names = {parameter.name for parameter in nearest.parameters}
+    new = [parameter for parameter in abi.parameters if parameter.name not in names]
+    return Drift(
+        nearest,
+        added=tuple(parameter.name for parameter in new if not parameter.required),
+        required=tuple(parameter.name for parameter in new if parameter.required),
+        missing=abi.lacks(*(parameter.name for parameter in nearest.parameters)),
+    )
 
 
 @lru_cache(maxsize=1)
-def _all() -> dict[Version, FlashInferABI]:
-    data = json.loads(_DATA.read_text(encoding="utf-8"))
-    signatures = [
-        tuple(Parameter(name, default, *kind) for name, default, *kind in signature)
-        for signature in data["signatures"]
-    ]
-    return {
-        Version(version): FlashInferABI(
-            version=version,
-            parameters=signatures[_Record(*record).signature],
-            entry_point=_Record(*record).entry_point,
-        )
-        for version, record in data["releases"].items()
-    }
+def _data() -> _Data:
+    with open(DATA, encoding="utf-8") as file:
+        data = json.load(file)
+    return _Data(
+        [
+            tuple(Parameter(name, default, *kind) for name, default, *kind in signature)
+            for signature in data["signatures"]
+        ],
+        {Version(version): _Record(*record) for version, record in data["releases"].items()},
+    )
 
 
-def read_wheel(wheel: Path) -> FlashInferABI:
-    """Read one release's ABI from its wheel, as a zip file; nothing is imported."""
-    version = wheel.name.split("-")[1]
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        parameters, entry_point = read_parameters(
-            {
-                name: zipfile.Path(archive, f"flashinfer/{name}")
-                for name in DEFINED_IN
-                if f"flashinfer/{name}" in names
-            }
-        )
-    if not parameters:
-        raise FlashInferVersionError(
-            f"{wheel.name} does not define the MLA decode function.",
-            found=f"a wheel of {DISTRIBUTION} {version} without it.",
-            needed="0.6.0 or newer.",
-            fix="record another release.",
-            argument="wheel",
-            value=wheel.name,
-        )
-    return FlashInferABI(version=version, parameters=parameters, entry_point=entry_point)
+@lru_cache(maxsize=64)
+def _recorded(version: Version) -> FlashInferABI:
+    signatures, releases = _data()
+    record = releases[version]
+    return FlashInferABI(
+        version=str(version),
+        parameters=signatures[record.signature],
+        entry_point=record.entry_point,
+    )
 
 
 def as_json(abis: Iterable[FlashInferABI]) -> str:
@@ -119,3 +157,12 @@ def as_json(abis: Iterable[FlashInferABI]) -> str:
     lines = ",\n    ".join(json.dumps(row) for row in rows)
     records = ",\n    ".join(f"{json.dumps(v)}: {json.dumps(r)}" for v, r in releases.items())
     return f'{{\n  "signatures": [\n    {lines}\n  ],\n  "releases": {{\n    {records}\n  }}\n}}\n'
+
+
+def write(abis: Iterable[FlashInferABI]) -> None:
+    """Replace what is recorded."""
+    text = as_json(abis)
+    with open(DATA, "w", encoding="utf-8") as file:
+        file.write(text)
+    _data.cache_clear()
+    _recorded.cache_clear()

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from .abi import FlashInferABI
-from .backends import BACKENDS, CUTE_DSL_TILE_ROWS
+from .backends import BACKENDS
 from .errors import InvalidInputError
 from .guards import Backend
 from .inputs import QueryLayout, Step
+from .limits import CUTE_DSL_TILE_ROWS, TRTLLM_GEN_COUNTER_BYTES
 from .validation import POINTER_ALIGNMENT, describe, invalid, is_tensor, require_int
 
 __all__ = ["check_workspace", "counter_bytes", "min_workspace_bytes"]
 
-# trtllm-gen keeps its counters in the front of the workspace up to 0.6.14: 8192 * 256 * 4 bytes.
-_COUNTERS_INSIDE = 8192 * 256 * 4
 _ROW_FLOATS = 512 + 1
 _WORKSPACE_ALIGNMENT = 32
 
@@ -78,7 +77,7 @@ def _needed_bytes(
     if backend == "cute-dsl":
         return _cute_dsl_bytes(abi, batch, q_len, num_heads, sm_count, num_tokens)
     statistics = 8 * num_heads * batch * _round_up(q_len, 256) + 2**20 if return_lse else 0
-    return statistics + (0 if abi.features.counters_apart else _COUNTERS_INSIDE)
+    return statistics + (0 if abi.features.counters_apart else TRTLLM_GEN_COUNTER_BYTES)
 
 
 def _cute_dsl_bytes(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from .abi import FlashInferABI
-from .backends import CUTE_DSL_PAGE_SIZES, TRTLLM_GEN_PAGE_SIZES
+from .abi import FlashInferABI, interleave_reason
 from .errors import FlashInferCompatError, InvalidInputError
 from .guards import Backend, check
+from .limits import CUTE_DSL_PAGE_SIZES, TRTLLM_GEN_PAGE_SIZES
 from .probing import probe
 from .releases import newest
 
@@ -156,7 +156,7 @@ def validate_dcp_config(parallel_config: ParallelConfig) -> None:
     InvalidInputError
         A field is missing, or no int of at least 1.
     """
-    from .dcp import check_ranks, interleave_reason
+    from .dcp import check_ranks
 
     sizes: list[int] = []
     for name in _FIELDS:

@@ -42,7 +42,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' on compute capability 10.7 needs FlashInfer's cute-dsl "
         "kernels for 10.7.",
         "flashinfer-python 0.6.17.",
-        "0.6.18 or newer (no softmax branch for it before; 0.7.4 mla_decode_fp16.py:2974).",
+        "0.6.18 or newer (0.6.18 mla_decode_fp16.py:3153).",
         "pip install -U \"flashinfer-python>=0.6.18\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, DCP on 10.7": Fault(
@@ -52,7 +52,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' on compute capability 10.7 needs FlashInfer's cute-dsl "
         "kernels for 10.7.",
         "flashinfer-python 0.6.17.",
-        "0.6.18 or newer (no softmax branch for it before; 0.7.4 mla_decode_fp16.py:2974).",
+        "0.6.18 or newer (0.6.18 mla_decode_fp16.py:3153).",
         'pip install -U "flashinfer-python>=0.6.18".',
     ),
     "cute-dsl, fp8 cache": Fault(
@@ -98,7 +98,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' with several query tokens needs FlashInfer's causal mask "
         "between query tokens on cute-dsl.",
         "flashinfer-python 0.6.12.",
-        "0.6.13 or newer (0.6.12 mla_decode_fp16.py masks by length only; #3309).",
+        "0.6.13 or newer (#3309).",
         "pip install -U \"flashinfer-python>=0.6.13\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, 5 tokens": Fault(
@@ -117,7 +117,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' with cum_seq_lens_q needs FlashInfer's compact "
         "variable-length queries on cute-dsl.",
         "flashinfer-python 0.6.15.",
-        "0.6.16 or newer (0.6.16 core:3057; 0.6.15 core:2926 raises).",
+        "0.6.16 or newer (0.6.16 core:3133).",
         "pip install -U \"flashinfer-python>=0.6.16\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, LSE": Fault(
@@ -246,7 +246,27 @@ FAULTS: dict[str, Fault] = {
         FlashInferVersionError,
         "decode_mla(cum_seq_lens_q=...) needs FlashInfer's compact variable-length queries.",
         "flashinfer-python 0.6.13, whose function lacks cum_seq_lens_q, max_q_len.",
-        "0.6.14 or newer (0.6.14 core:763).",
+        "0.6.14 or newer (0.6.14 core:2861).",
+        'pip install -U "flashinfer-python>=0.6.14".',
+    ),
+    "trtllm-gen, compact with KV splits": Fault(
+        "0.6.17",
+        {"backend": "trtllm-gen", "varlen": True, "q_len": 2, "num_heads": 64},
+        FlashInferVersionError,
+        "backend='trtllm-gen' with more than 32 heads and cum_seq_lens_q needs FlashInfer's "
+        "reduction of KV splits by each request's own query length on trtllm-gen.",
+        "flashinfer-python 0.6.17.",
+        "0.6.18 or newer (0.6.18 fmhaReduction.cu:98).",
+        "pip install -U \"flashinfer-python>=0.6.18\", or pass backend='cute-dsl'.",
+    ),
+    "trtllm-gen, tensor scale with KV splits": Fault(
+        "0.6.13",
+        {"backend": "trtllm-gen", "tensor_scales": True, "num_heads": 48},
+        FlashInferVersionError,
+        "backend='trtllm-gen' with more than 32 heads and a tensor bmm1_scale needs FlashInfer's "
+        "tensor bmm1_scale in the reduction of KV splits on trtllm-gen.",
+        "flashinfer-python 0.6.13.",
+        "0.6.14 or newer (0.6.14 fmhaReduction.cu:130).",
         'pip install -U "flashinfer-python>=0.6.14".',
     ),
     "trtllm-gen, compact LSE": Fault(
@@ -534,6 +554,36 @@ def since(first: str | None) -> Iterator[tuple[str, bool]]:
         pytest.param("trtllm-gen", {"num_heads": 192}, "0.6.12", id="trtllm-gen, 192 heads"),
         pytest.param(
             "trtllm-gen", {"varlen": True, "q_len": 2}, "0.6.14", id="trtllm-gen, compact queries"
+        ),
+        pytest.param(
+            "trtllm-gen",
+            {"varlen": True, "q_len": 2, "num_heads": 32},
+            "0.6.14",
+            id="trtllm-gen, compact queries of 32 heads",
+        ),
+        pytest.param(
+            "trtllm-gen",
+            {"varlen": True, "q_len": 2, "num_heads": 128},
+            "0.6.18",
+            id="trtllm-gen, compact queries of 128 heads",
+        ),
+        pytest.param(
+            "auto",
+            {"varlen": True, "q_len": 2, "num_heads": 128},
+            "0.6.16",
+            id="auto, compact queries of 128 heads",
+        ),
+        pytest.param(
+            "trtllm-gen",
+            {"tensor_scales": True, "num_heads": 32},
+            "0.6.12",
+            id="trtllm-gen, tensor scales of 32 heads",
+        ),
+        pytest.param(
+            "trtllm-gen",
+            {"tensor_scales": True, "num_heads": 128},
+            "0.6.14",
+            id="trtllm-gen, tensor scales of 128 heads",
         ),
         pytest.param(
             "trtllm-gen",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fi_dcp_compat import (
     DCP,
+    FlashInferImportError,
     FlashInferSignatureError,
     FlashInferVersionError,
     InvalidInputError,
@@ -263,6 +264,88 @@ def test_other_errors_of_the_kernel_pass_through() -> None:
     with use_kernel(kernel, recorded("0.7.4")), pytest.raises(RuntimeError) as raised:
         decode_mla(**call())
     assert type(raised.value) is RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("module 'cutlass.cute.core' has no attribute 'ThrMma'"),
+        ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_cute_dsl_that_does_not_fit_is_an_import_failure(error: Exception) -> None:
+    def kernel(**got: Any) -> Any:
+        raise error
+
+    with (
+        use_kernel(kernel, recorded("0.6.12")),
+        pytest.raises(FlashInferImportError, match="importing it fails") as raised,
+    ):
+        decode_mla(**call(), backend="cute-dsl")
+    assert raised.value.__cause__ is error
+    assert "nvidia-cutlass-dsl" in raised.value.fix
+
+
+@pytest.mark.parametrize("error", [AttributeError("no attribute 'x'"), ImportError("no y")])
+def test_another_import_or_attribute_error_of_the_kernel_passes_through(error: Exception) -> None:
+    def kernel(**got: Any) -> Any:
+        raise error
+
+    with use_kernel(kernel, recorded("0.7.4")), pytest.raises(type(error)) as raised:
+        decode_mla(**call())
+    assert raised.value is error
+
+
+WIDE = 24  # heads of the tensor that the query is a slice of
+SLICED = [
+    ("0.6.12", "trtllm-gen", 2, True),
+    ("0.6.12", "cute-dsl", 1, True),
+    ("0.6.13", "cute-dsl", 1, True),
+    ("0.6.13", "cute-dsl", 2, False),
+    ("0.6.13", "auto", 2, False),
+    ("0.6.13", "trtllm-gen", 2, True),
+    ("0.6.15.post1", "cute-dsl", 4, False),
+    ("0.6.16", "cute-dsl", 4, True),
+    ("0.7.4", "cute-dsl", 4, True),
+]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["4-D", "flat"])
+@pytest.mark.parametrize(("version", "backend", "q_len", "runs"), SLICED)
+def test_heads_that_are_a_slice_are_refused_where_they_are_misread(
+    version: str, backend: Any, q_len: int, runs: bool, flat: bool
+) -> None:
+    query = torch.zeros(2, q_len, WIDE, 576, dtype=torch.bfloat16)[:, :, :16]
+    if flat:
+        query = torch.zeros(2 * q_len, WIDE, 576, dtype=torch.bfloat16)[:, :16]
+    given = call(q_len=q_len) | {"query": query, "backend": backend}
+    kernel = mock_kernel(version)
+    with use_kernel(kernel, recorded(version)):
+        if runs:
+            decode_mla(**given)
+            return
+        with pytest.raises(InvalidInputError, match="right behind the last one's") as raised:
+            decode_mla(**given)
+        kernel.assert_not_called()
+        assert raised.value.fix == "pass query.contiguous()."
+        decode_mla(**(given | {"query": query.contiguous()}))
+        if not flat:
+            decode_mla(**(given | {"causal": False}))
+
+
+def test_a_decoder_is_prepared_for_tensor_scales_that_fewer_heads_may_have() -> None:
+    scale = torch.tensor([0.1])
+    with use_kernel(mock_kernel("0.6.13"), recorded("0.6.13")):
+        decoder = prepare_decode_mla(
+            page_size=64, dtype=torch.bfloat16, backend="trtllm-gen", bmm1_scale=scale
+        )
+        given = call(heads=16)
+        names = ("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "workspace_buffer")
+        decoder.run(*(given[name] for name in names))
+        given = call(heads=64)
+        with pytest.raises(FlashInferVersionError, match="a tensor bmm1_scale"):
+            decoder.run(*(given[name] for name in names))
 
 
 @pytest.mark.parametrize(("version", "named"), [("0.7.1", False), ("0.7.2", True), ("0.7.4", True)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fi_dcp_compat import cli, doctor, probe, recorded
-from fi_dcp_compat.doctor import Diagnosis, diagnose, render
+from fi_dcp_compat import Parameter, cli, doctor, probe, recorded
+from fi_dcp_compat.doctor import Diagnosis, Finding, diagnose, render
 from fi_dcp_compat.machine import Gpu, visible_gpus
 from fi_dcp_compat.testing import use_kernel
 from tests.fakes import Site, answer_of, fake_site, header
@@ -216,6 +215,28 @@ def test_an_assumed_version_is_noted(site: Site, monkeypatch: pytest.MonkeyPatch
     (note,) = diagnose().notes
     assert "FI_DCP_COMPAT_ASSUME_VERSION=0.7.4" in note.problem
     assert "unset FI_DCP_COMPAT_ASSUME_VERSION" in note.fix
+
+
+def test_a_release_that_is_not_recorded_is_noted(site: Site) -> None:
+    parameters = (*recorded("0.7.4").parameters, Parameter("tile", "64"))
+    install(site, "0.7.5", like="0.7.4", parameters=parameters)
+    diagnosis = diagnose()
+    assert diagnosis.native_dcp
+    assert diagnosis.notes == [
+        Finding(
+            "flashinfer-python 0.7.5 is not recorded; judged as 0.7.4, the nearest release that "
+            "is, its new tile left alone.",
+            "update fi-dcp-compat once it records that release.",
+        )
+    ]
+
+
+def test_a_release_that_newly_requires_a_parameter_is_a_reason(site: Site) -> None:
+    parameters = (Parameter("layout", None), *recorded("0.7.4").parameters)
+    install(site, "0.8.0", like="0.7.4", parameters=parameters)
+    problem, fix = only_reason(diagnose())
+    assert problem.startswith("trtllm_batch_decode_with_kv_cache_mla newly requires layout. Found:")
+    assert "update fi-dcp-compat" in fix
 
 
 def test_a_backports_companions_are_held_to_its_real_version(
@@ -582,7 +603,7 @@ def test_live_adds_nothing_where_the_import_works(site: Site) -> None:
     install(site)
     static, live = diagnose(), diagnose(live=True)
     assert static.abi is not None
-    assert live == static._replace(abi=replace(static.abi, source="live"))
+    assert live == static._replace(abi=static.abi._replace(source="live"))
     assert live.native_dcp is True
 
 
@@ -660,12 +681,15 @@ def test_the_json_says_what_the_text_says(
             "entry_point": "flashinfer.mla._core:trtllm_batch_decode_with_kv_cache_mla",
             "source": "static",
             "parameters": [parameter.name for parameter in recorded("0.6.15").parameters],
-            "features": asdict(recorded("0.6.15").features),
+            "features": recorded("0.6.15").features._asdict(),
         },
         "gpus": [{"name": "NVIDIA H200", "compute_capability": [9, 0]}],
         "reasons": [{"problem": p, "fix": f} for p, f in diagnosis.reasons],
-        "notes": [],
+        "notes": [{"problem": p, "fix": f} for p, f in diagnosis.notes],
     }
+    (leak,) = diagnosis.notes
+    assert "flashinfer-python 0.6.15: each uniform call adds an entry" in leak.problem
+    assert leak.fix == "upgrade to 0.6.15.post1 or newer."
 
 
 def test_the_json_has_the_notes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from fi_dcp_compat import (
     FlashInferCompatError,
+    FlashInferCompatWarning,
     FlashInferImportError,
     FlashInferNotFoundError,
     FlashInferSignatureError,
@@ -67,7 +68,8 @@ def test_these_are_all_the_classes() -> None:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Exception)
     }
-    assert classes == set(SECOND_BASE)
+    assert classes == {*SECOND_BASE, FlashInferCompatWarning}
+    assert FlashInferCompatWarning.__bases__ == (UserWarning,)
 
 
 @each_class

@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,6 +31,7 @@ from fi_dcp_compat import (
 )
 from fi_dcp_compat.errors import raise_first
 from fi_dcp_compat.features import FEATURES
+from fi_dcp_compat.limits import LIMITS
 from fi_dcp_compat.testing import use_kernel
 from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel, signature, stub_result
 
@@ -210,30 +210,29 @@ class Fault(NamedTuple):
 def without(version: str, *names: str) -> FlashInferABI:
     """A release whose function lost those parameters."""
     abi = recorded(version)
-    return replace(abi, parameters=tuple(p for p in abi.parameters if p.name not in names))
+    return abi._replace(parameters=tuple(p for p in abi.parameters if p.name not in names))
 
 
 SPECIAL = {
-    "0.6.16 with 0.6.17's signature": replace(recorded("0.6.17"), version="0.6.16"),
-    "unknown with 0.6.16's signature": replace(recorded("0.6.16"), version="0.0.0+unknown"),
-    "unknown with 0.7.0's signature": replace(recorded("0.7.0"), version="0.0.0+unknown"),
-    "unknown with 0.7.1's signature": replace(recorded("0.7.1"), version="0.0.0+unknown"),
-    "0.6.17.dev20260801 with 0.6.16's signature": replace(
-        recorded("0.6.16"), version="0.6.17.dev20260801"
+    "0.6.16 with 0.6.17's signature": recorded("0.6.17")._replace(version="0.6.16"),
+    "unknown with 0.6.16's signature": recorded("0.6.16")._replace(version="0.0.0+unknown"),
+    "unknown with 0.7.0's signature": recorded("0.7.0")._replace(version="0.0.0+unknown"),
+    "unknown with 0.7.1's signature": recorded("0.7.1")._replace(version="0.0.0+unknown"),
+    "0.6.17.dev20260801 with 0.6.16's signature": recorded("0.6.16")._replace(
+        version="0.6.17.dev20260801"
     ),
-    "0.6.16.dev20260731 with 0.6.17's signature": replace(
-        recorded("0.6.17"), version="0.6.16.dev20260731"
+    "0.6.16.dev20260731 with 0.6.17's signature": recorded("0.6.17")._replace(
+        version="0.6.16.dev20260731"
     ),
-    "0.6.16 with companions": replace(
-        recorded("0.6.16"), companions=(("flashinfer-cubin", "0.6.13"),)
+    "0.6.16 with companions": recorded("0.6.16")._replace(
+        companions=(("flashinfer-cubin", "0.6.13"),)
     ),
     "0.7.4 without cp_rank": without("0.7.4", "cp_rank"),
     "0.7.4 without seq_lens": without("0.7.4", "seq_lens"),
-    "0.7.4 with kv_layout": replace(
-        recorded("0.7.4"),
+    "0.7.4 with kv_layout": recorded("0.7.4")._replace(
         parameters=(*recorded("0.7.4").parameters, Parameter("kv_layout", None, "KEYWORD_ONLY")),
     ),
-    "a MagicMock": replace(recorded("0.7.4"), parameters=(), unreadable="MagicMock: no signature"),
+    "a MagicMock": recorded("0.7.4")._replace(parameters=(), unreadable="MagicMock: no signature"),
 }
 
 
@@ -894,7 +893,7 @@ def test_s39_a_version_that_is_needed_stands_in_the_feature_table(fault: Fault) 
 
 def assert_versions_known(fault: Fault) -> None:
     since = {row.since for row in FEATURES}
-    noted = {version for row in FEATURES for version in VERSION.findall(row.evidence)}
+    noted = {v for row in (*FEATURES, *LIMITS) for v in VERSION.findall(row.evidence)}
     for reason in check(abi_of(fault.abi), **config_of(**fault.changes)):
         assert set(VERSION.findall(reason.fix)) <= since
         assert set(VERSION.findall(reason.needed)) <= since | noted

@@ -31,19 +31,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-class Text:
-    """A source that is no file."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def read_text(self, encoding: str, errors: str = "strict") -> str:
-        assert encoding == "utf-8"
-        return self.text
-
-
 def parameters_of(text: str) -> tuple[Parameter, ...]:
-    return read_parameters({"mla/_core.py": Text(text)})[0]
+    return read_parameters({"mla/_core.py": text})[0]
 
 
 # Distributions.
@@ -70,7 +59,7 @@ def test_a_distribution_is_found_by_its_folder(
 ) -> None:
     (site.folder / folder).mkdir()
     assert installed_distributions(NAMES) == {name: version}
-    assert find_distribution(name) == site.folder / folder
+    assert find_distribution(name) == str(site.folder / folder)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +88,7 @@ def test_the_first_on_the_path_is_the_one_that_counts(site: Site, tmp_path: Path
     assert installed_distributions(NAMES) == {"flashinfer-cubin": "0.6.13", "torch": "2.12.0"}
     found = find_distribution("torch")
     assert found is not None
-    assert found.parent == first.folder
+    assert Path(found).parent == first.folder
 
 
 def test_path_entries_that_are_no_folders_are_skipped(site: Site, tmp_path: Path) -> None:
@@ -125,7 +114,7 @@ def test_the_empty_path_entry_is_the_working_directory(
 def test_the_package_is_found_without_importing_it(site: Site) -> None:
     assert package_folder() is None
     site.write("flashinfer/__init__.py", "raise RuntimeError('imported')\n")
-    assert package_folder() == site.folder / "flashinfer"
+    assert package_folder() == str(site.folder / "flashinfer")
     assert "flashinfer" not in sys.modules
 
 
@@ -137,7 +126,7 @@ def test_a_single_file_of_that_name_is_no_package(site: Site) -> None:
 def test_an_imported_package_is_where_it_was_imported_from(site: Site) -> None:
     site.flashinfer()
     importlib.import_module("flashinfer")
-    assert package_folder() == site.folder / "flashinfer"
+    assert package_folder() == str(site.folder / "flashinfer")
 
 
 def test_a_fake_module_does_not_hide_the_package(
@@ -146,7 +135,7 @@ def test_a_fake_module_does_not_hide_the_package(
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     assert package_folder() is None
     site.write("flashinfer/__init__.py", "")
-    assert package_folder() == site.folder / "flashinfer"
+    assert package_folder() == str(site.folder / "flashinfer")
 
 
 @pytest.mark.parametrize(
@@ -159,19 +148,19 @@ def test_a_fake_module_does_not_hide_the_package(
 )
 def test_the_version_is_read_from_the_packages_files(name: str, text: str, site: Site) -> None:
     site.write(f"flashinfer/{name}", text)
-    assert written_version(site.folder / "flashinfer") == "0.7.4"
+    assert written_version(str(site.folder / "flashinfer")) == "0.7.4"
 
 
 def test_the_generated_metadata_goes_before_the_version_module(site: Site) -> None:
     site.write("flashinfer/version.py", '__version__ = "0.1"\n')
     site.write("flashinfer/_build_meta.py", '__version__ = "0.7.4"\n')
-    assert written_version(site.folder / "flashinfer") == "0.7.4"
+    assert written_version(str(site.folder / "flashinfer")) == "0.7.4"
 
 
 def test_a_version_that_is_not_written_is_none(site: Site) -> None:
     site.flashinfer(None)
-    assert written_version(site.folder / "flashinfer") is None
-    assert written_version(site.folder / "absent") is None
+    assert written_version(str(site.folder / "flashinfer")) is None
+    assert written_version(str(site.folder / "absent")) is None
 
 
 # The function's header.
@@ -244,8 +233,8 @@ def test_a_default_is_written_as_repr_writes_its_value(written: str, default: st
 
 
 def test_the_module_is_the_file_that_defines_it() -> None:
-    source = Text(header(recorded("0.7.4").parameters))
-    star_import = Text("from ._core import *\n")
+    source = header(recorded("0.7.4").parameters)
+    star_import = "from ._core import *\n"
     assert DEFINED_IN == ("mla/_core.py", "mla.py")
     assert read_parameters({"mla/_core.py": source})[1] == f"flashinfer.mla._core:{FUNCTION}"
     assert read_parameters({"mla.py": source})[1] == f"flashinfer.mla:{FUNCTION}"
@@ -265,4 +254,4 @@ def test_the_module_is_the_file_that_defines_it() -> None:
     ids=["an empty file", "another function", "an import", "a method"],
 )
 def test_a_file_without_the_function_gives_none(text: str) -> None:
-    assert read_parameters({"mla/_core.py": Text(text)}) == ((), "")
+    assert read_parameters({"mla/_core.py": text}) == ((), "")

@@ -29,20 +29,32 @@ TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) f
 # Each layer may import those above it in this list, and its own without a circle.
 LAYERS = (
     ("errors",),
-    ("features", "validation"),
+    ("limits", "features", "validation"),
     ("abi", "dcp", "lse"),
-    ("installed", "machine", "failures", "releases", "probing", "reference", "backends"),
+    (
+        "known_issues",
+        "installed",
+        "machine",
+        "failures",
+        "releases",
+        "probing",
+        "reference",
+        "backends",
+    ),
     ("guards",),
     ("inputs", "scales", "sizes"),
     ("routing",),
     ("plans", "launch", "debug", "prepared"),
     ("decode", "startup"),
-    ("testing", "demo", "doctor", "cli", "__main__"),
+    ("testing", "demo", "doctor", "wheels", "catalogue", "cli", "__main__"),
 )
+TABLES = ("features", "limits", "known_issues")
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
     "errors",
+    "limits",
     "features",
+    "known_issues",
     "abi",
     "installed",
     "machine",
@@ -53,6 +65,8 @@ TORCH_FREE = (
     "guards",
     "startup",
     "doctor",
+    "wheels",
+    "catalogue",
     "cli",
 )
 
@@ -290,7 +304,9 @@ def test_what_answers_without_torch_really_does() -> None:
         f"for name in {TORCH_FREE!r}:\n"
         "    __import__(f'fi_dcp_compat.{name}')\n"
         "from fi_dcp_compat import check, recorded, capabilities\n"
-        "assert not check(recorded('0.7.4'), num_heads=16, q_len=1, page_size=64, dtype='bf16')\n"
+        "config = dict(num_heads=16, q_len=1, page_size=64, dtype='bf16')\n"
+        "assert not check(recorded('0.7.4'), **config)\n"
+        "assert not check(recorded('0.7.4'), dcp_world_size=8, **config)\n"
         "assert capabilities(recorded('0.7.4')).supports_dcp\n"
     )
     assert done.stderr == ""
@@ -325,7 +341,7 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "features"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in TABLES])
 def test_messages_take_their_versions_from_the_feature_table(name: str) -> None:
     since = {row.since for row in FEATURES}
     named = [

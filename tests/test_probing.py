@@ -239,6 +239,14 @@ def test_the_companion_wheels_are_reported(static: bool, site: Site) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["live", "static"])
+def test_a_release_that_is_not_recorded_says_what_it_is_judged_as(static: bool, site: Site) -> None:
+    site.flashinfer("0.7.5", parameters=(*recorded("0.7.4").parameters, Parameter("tile", "64")))
+    assert probe(static=static).note == (
+        "not recorded; judged as 0.7.4, the nearest release that is, its new tile left alone"
+    )
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["live", "static"])
 def test_what_was_found_is_kept_until_the_cache_is_cleared(static: bool, site: Site) -> None:
     site.flashinfer("0.7.1")
     first = probe(static=static)

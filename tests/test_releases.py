@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from fi_dcp_compat import FlashInferVersionError, Parameter, recorded
+from fi_dcp_compat import (
+    FlashInferABI,
+    FlashInferSignatureError,
+    FlashInferVersionError,
+    Parameter,
+    Reason,
+    check,
+    decode_mla,
+    recorded,
+)
 from fi_dcp_compat.abi import FUNCTION
 from fi_dcp_compat.features import FIRST_RELEASE, LseBase
-from fi_dcp_compat.releases import _DATA, as_json, read_wheel, recorded_versions
-from tests.fakes import header
+from fi_dcp_compat.releases import DATA, Drift, as_json, drift, recorded_versions
+from fi_dcp_compat.testing import use_kernel
+from tests.support import call, dcp_of, mock_of
 
 VERSIONS = recorded_versions()
+NEWEST = VERSIONS[-1]
 SIXTEEN = (
     "query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables "
     "seq_lens max_seq_len sparse_mla_top_k out bmm1_scale bmm2_scale sinks enable_pdl backend"
@@ -161,34 +172,9 @@ def test_the_bases_cannot_be_changed_by_a_caller() -> None:
 # Recording.
 
 
-def wheel(folder: Path, version: str, name: str, source: str) -> Path:
-    path = folder / f"flashinfer_python-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("flashinfer/__init__.py", "raise RuntimeError('imported')\n")
-        archive.writestr(name, source)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [("0.6.7.post3", "flashinfer/mla.py"), ("0.7.4", "flashinfer/mla/_core.py")],
-)
-def test_a_wheel_is_read_without_importing_it(version: str, name: str, tmp_path: Path) -> None:
-    source = header(recorded(version).parameters)
-    assert read_wheel(wheel(tmp_path, version, name, source)) == recorded(version)
-
-
-def test_a_wheel_without_the_function_is_refused(tmp_path: Path) -> None:
-    path = wheel(tmp_path, "0.9.0", "flashinfer/mla/_core.py", "def other(query): ...\n")
-    with pytest.raises(FlashInferVersionError, match="does not define the MLA decode") as raised:
-        read_wheel(path)
-    assert path.name in str(raised.value)
-    assert raised.value.found == "a wheel of flashinfer-python 0.9.0 without it."
-
-
 def test_what_is_recorded_is_written_back_as_it_is() -> None:
     abis = [recorded(version) for version in VERSIONS]
-    assert as_json(abis) == _DATA.read_text(encoding="utf-8")
+    assert as_json(abis) == Path(DATA).read_text(encoding="utf-8")
     assert as_json(reversed(abis)) == as_json(abis)
 
 
@@ -196,3 +182,124 @@ def test_a_parameter_of_another_kind_keeps_its_kind() -> None:
     row = Parameter("kv_layout", "'HND'", "KEYWORD_ONLY")
     text = as_json([recorded("0.7.4").__class__(version="0.8.0", parameters=(row,))])
     assert '["kv_layout", "\'HND\'", "KEYWORD_ONLY"]' in text
+
+
+# Releases that are not recorded.
+
+
+def unrecorded(version: str, *, like: str = NEWEST, lost: str = "", new: str = "") -> FlashInferABI:
+    """The function of release `like` without one parameter, or with another; "x" is required."""
+    abi = recorded(like)
+    kept = tuple(p for p in abi.parameters if p.name != lost)
+    name, _, default = new.partition("=")
+    added = (Parameter(name, default or None, "KEYWORD_ONLY"),) if new else ()
+    return abi._replace(version=version, parameters=kept + added, source="live")
+
+
+def reasons(abi: FlashInferABI, **config: Any) -> tuple[Reason, ...]:
+    return check(abi, num_heads=128, q_len=1, page_size=64, dtype="bfloat16", **config)
+
+
+def test_a_recorded_release_has_nothing_to_compare_with() -> None:
+    assert [version for version in VERSIONS if drift(recorded(version)) is not None] == []
+
+
+@pytest.mark.parametrize("version", ["0.7.4+cu130", "0.6.16+local.7"])
+def test_a_local_version_is_its_release(version: str) -> None:
+    abi = unrecorded(version)
+    assert drift(abi) is None
+    assert recorded(version) is recorded(version.partition("+")[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest"),
+    [
+        ("0.7.5", "0.7.4"),
+        ("0.7.4.post1", "0.7.4"),
+        ("1.0.0", "0.7.4"),
+        ("0.8.0rc1", "0.7.4"),
+        ("0.7.5.dev20261201", "0.7.4"),
+        ("0.7.5+cu130", "0.7.4"),
+        ("0.7.3", "0.7.2.post1"),
+        ("0.6.18.post2", "0.6.18.post1"),
+    ],
+)
+def test_the_nearest_is_the_newest_that_is_not_newer(version: str, nearest: str) -> None:
+    found = drift(unrecorded(version, like=nearest))
+    assert found == Drift(recorded(nearest), (), (), ())
+    assert found.note == f"not recorded; judged as {nearest}, the nearest release that is"
+
+
+@pytest.mark.parametrize(
+    "version", ["0.5.3", "0.6.17rc1", "0.6.16.dev20260730", "0.0.0+unknown", "garbage", ""]
+)
+def test_what_is_judged_by_its_signature_has_no_nearest(version: str) -> None:
+    abi = unrecorded(version, lost="sparse_mla_top_k")
+    assert drift(abi) is None
+    assert [reason for reason in reasons(abi) if "has lost" in reason.summary] == []
+
+
+@pytest.mark.parametrize("version", ["0.7.5", "0.8.0rc1", "0.7.5.dev20261201", "0.7.4.post1"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"return_lse": True}, {"dcp_world_size": 8}, {"dcp_world_size": 8, "varlen": True}],
+    ids=["plain", "LSE", "DCP", "compact DCP"],
+)
+def test_a_newer_release_with_the_same_function_is_fine(
+    version: str, config: dict[str, Any]
+) -> None:
+    abi = unrecorded(version)
+    assert reasons(abi, **config) == ()
+    assert abi.features == recorded(NEWEST).features
+
+
+def test_new_optional_parameters_are_left_alone_and_noted() -> None:
+    abi = unrecorded("0.7.5", new="tile=64")
+    assert reasons(abi, dcp_world_size=8) == ()
+    found = drift(abi)
+    assert found is not None
+    assert found.added == ("tile",)
+    assert found.note == (
+        "not recorded; judged as 0.7.4, the nearest release that is, its new tile left alone"
+    )
+    with use_kernel(mock_of(abi), abi):
+        decode_mla(**call())
+
+
+@pytest.mark.parametrize("version", ["0.7.5", "0.8.0rc1"])
+@pytest.mark.parametrize("config", [{}, {"dcp_world_size": 8}], ids=["plain", "DCP"])
+def test_a_new_required_parameter_is_named(version: str, config: dict[str, Any]) -> None:
+    abi = unrecorded(version, new="layout")
+    (reason,) = reasons(abi, **config)
+    assert str(reason) == (
+        "trtllm_batch_decode_with_kv_cache_mla newly requires layout.\n"
+        f"Found: {abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).\n"
+        "Needed: the parameters of 0.7.4, the nearest recorded one, without more required ones.\n"
+        "Fix: install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat."
+    )
+    kernel = mock_of(abi)
+    given = call() if not config else call(dcp=dcp_of())
+    with use_kernel(kernel, abi), pytest.raises(FlashInferSignatureError, match="layout"):
+        decode_mla(**given)
+    kernel.assert_not_called()
+
+
+@pytest.mark.parametrize("lost", names(NEWEST))
+def test_a_missing_parameter_is_named_whether_it_is_used_or_not(lost: str) -> None:
+    abi = unrecorded("0.8.0", lost=lost)
+    for config in ({}, {"return_lse": True}, {"dcp_world_size": 8}):
+        found = reasons(abi, **config)
+        assert {reason.error for reason in found} == {FlashInferSignatureError}
+        assert all(lost in reason.summary + reason.found for reason in found)
+        assert len(found) == 1
+
+
+def test_a_missing_parameter_says_how_to_go_on() -> None:
+    (reason,) = reasons(unrecorded("0.8.0", lost="use_fp16_softmax"))
+    assert reason.fix == (
+        "install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat, or set "
+        "FI_DCP_COMPAT_ASSUME_VERSION=0.7.4 if nothing else changed."
+    )
+    assert reasons(unrecorded("0.7.4", lost="use_fp16_softmax")) == ()
+    (core,) = reasons(unrecorded("0.8.0", lost="seq_lens"))
+    assert "FI_DCP_COMPAT_ASSUME_VERSION" not in core.fix

@@ -237,11 +237,10 @@ def test_compact_queries_with_dcp_reach_0_7_0_and_no_release_before() -> None:
 
 def test_a_new_required_parameter_is_named() -> None:
     abi = recorded("0.7.4")
-    from dataclasses import replace
 
     from fi_dcp_compat import Parameter
 
-    drifted = replace(abi, parameters=(*abi.parameters, Parameter("kv_layout", None)))
+    drifted = abi._replace(parameters=(*abi.parameters, Parameter("kv_layout", None)))
     kernel = mock_kernel("0.7.4")
     with use_kernel(kernel, drifted), pytest.raises(FlashInferSignatureError, match="kv_layout"):
         decode_mla(**call())

@@ -1,0 +1,204 @@
+"""FlashInfer's wheels: fetched with pip, read as zip files, and held against the records."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+
+from packaging.version import Version
+
+from .abi import DISTRIBUTION, FlashInferABI, Parameter
+from .errors import FlashInferNotFoundError, FlashInferVersionError
+from .guards import check
+from .installed import DEFINED_IN, read_parameters
+from .releases import DATA, as_json, recorded, recorded_versions, write
+
+__all__ = ["available", "changes", "fetch", "read_wheel", "record", "verify"]
+
+
+def available() -> tuple[str, ...]:
+    """Return the final releases on pip's index from the first recorded one on, oldest first."""
+    listed = re.search(r"^Available versions: (.+)$", _pip("index", "versions", DISTRIBUTION), re.M)
+    oldest = Version(recorded_versions()[0])
+    versions = sorted(Version(version) for version in listed[1].split(", ")) if listed else []
+    return tuple(str(version) for version in versions if version >= oldest)
+
+
+def fetch(version: str, folder: Path) -> Path:
+    """Return the wheel of a release in `folder`; pip downloads it there if it is missing.
+
+    Raises
+    ------
+    FlashInferNotFoundError
+        pip cannot find or download it.
+    """
+    name = DISTRIBUTION.replace("-", "_")
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    if not wheel.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Renamed when whole: an interrupted download must not pass for a wheel.
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            _pip(
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                f"--dest={partial}",
+                f"{DISTRIBUTION}=={version}",
+            )
+            (downloaded,) = Path(partial).glob("*.whl")
+            os.replace(downloaded, wheel)
+    return wheel
+
+
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[Path]:
+    """Give the folder for wheels: the caller's, or one that is deleted again."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="fi-dcp-compat-") as temporary:
+        yield Path(temporary)
+
+
+def _pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise FlashInferNotFoundError(
+            f"pip {arguments[0]} failed.",
+            found=f"{lines[-1]} ({' '.join(command)}).",
+            needed=f"pip for {sys.executable}, and an index with {DISTRIBUTION}.",
+            fix="python -m ensurepip if pip is missing; or put the wheels into a folder and pass "
+            "--wheels.",
+            argument="pip",
+        )
+    return done.stdout
+
+
+def read_wheel(wheel: Path) -> FlashInferABI:
+    """Read one release's ABI from its wheel, as a zip file; nothing is imported."""
+    version = wheel.name.split("-")[1]
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        texts = {
+            name: archive.read(f"flashinfer/{name}").decode(errors="replace")
+            for name in DEFINED_IN
+            if f"flashinfer/{name}" in names
+        }
+    parameters, entry_point = read_parameters(texts)
+    if not parameters:
+        raise FlashInferVersionError(
+            f"{wheel.name} does not define the MLA decode function.",
+            found=f"a wheel of {DISTRIBUTION} {version} without it.",
+            needed="0.6.0 or newer.",
+            fix="record another release.",
+            argument="wheel",
+            value=wheel.name,
+        )
+    return FlashInferABI(version=version, parameters=parameters, entry_point=entry_point)
+
+
+def changes(before: FlashInferABI, after: FlashInferABI) -> list[str]:
+    """Say, a line each, how the second function differs from the first."""
+    old = {parameter.name: parameter for parameter in before.parameters}
+    new = {parameter.name: parameter for parameter in after.parameters}
+    lines = [f"lost {name}" for name in old if name not in new]
+    lines += [
+        f"new {'required ' if parameter.required else ''}{_written(parameter)}"
+        for name, parameter in new.items()
+        if name not in old
+    ]
+    lines += [
+        f"{_written(old[name])} became {_written(parameter)}"
+        for name, parameter in new.items()
+        if name in old and old[name] != parameter
+    ]
+    shared = [name for name in old if name in new]
+    if shared != [name for name in new if name in old]:
+        lines.append("another order")
+    if before.entry_point != after.entry_point:
+        lines.append(f"moved from {before.entry_point} to {after.entry_point}")
+    return lines
+
+
+def _written(parameter: Parameter) -> str:
+    text = parameter.name if parameter.default is None else f"{parameter.name}={parameter.default}"
+    usual = Parameter("", None).kind
+    return text if parameter.kind == usual else f"{text} ({parameter.kind.lower()})"
+
+
+class _Config(TypedDict, total=False):
+    dcp_world_size: int
+    varlen: bool
+    return_lse: bool
+
+
+_CALLS: dict[str, _Config] = {
+    "without DCP": {},
+    "with an LSE": {"return_lse": True},
+    "with DCP": {"dcp_world_size": 8},
+    "with DCP and cum_seq_lens_q": {"dcp_world_size": 8, "varlen": True},
+}
+
+
+def verify(versions: Sequence[str], folder: Path | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield each of `versions` (none: all) with the ways in which its wheel is not the record.
+
+    Without `versions` the index must list what is recorded and nothing else, and releases.json
+    must be what `record` writes.
+    """
+    known = recorded_versions()
+    listed = tuple(versions) or available()
+    abis: list[FlashInferABI] = []
+    with _kept_in(folder) as kept:
+        for version in listed:
+            if version in known:
+                abis.append(read_wheel(fetch(version, kept)))
+                yield version, changes(recorded(version), abis[-1])
+            else:
+                yield version, [f"not recorded; fi-dcp-compat releases --record {version}"]
+    if versions:
+        return
+    yield from ((version, ["not on the index"]) for version in known if version not in listed)
+    if as_json(abis) != Path(DATA).read_text(encoding="utf-8"):
+        yield "releases.json", ["not as --record writes it from these wheels"]
+
+
+def record(versions: Sequence[str], folder: Path | None) -> Iterator[str]:
+    """Record `versions` (none: what the index has and the records lack) from their wheels.
+
+    Yields, a line each, what changed against the release before and what `decode_mla` does now.
+    """
+    known = recorded_versions()
+    wanted = tuple(versions) or tuple(v for v in available() if v not in known)
+    if not wanted:
+        yield f"Nothing to record: {known[-1]} is the newest release on the index."
+        return
+    with _kept_in(folder) as kept:
+        new = {version: read_wheel(fetch(version, kept)) for version in wanted}
+    abis = {version: recorded(version) for version in known} | new
+    write(abis.values())
+    for version in sorted(new, key=Version):
+        before = [abi for v, abi in abis.items() if Version(v) < Version(version)]
+        last = max(before, key=lambda abi: Version(abi.version), default=None)
+        yield f"{version}: recorded from its wheel"
+        if last is not None:
+            lines = changes(last, new[version]) or ["the same function"]
+            yield from (f"  against {last.version}: {line}" for line in lines)
+        for call, config in _CALLS.items():
+            reasons = check(
+                new[version], num_heads=128, q_len=1, page_size=64, dtype="bfloat16", **config
+            )
+            yield f"  decode_mla {call}: {reasons[0].summary if reasons else 'runs'}"
+    yield "Next: pytest -m releases, which runs their own host code. What no signature shows is"
+    yield "taken from the release before until a row of features.py says otherwise."
