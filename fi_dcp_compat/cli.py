@@ -111,7 +111,7 @@ def _releases(arguments: argparse.Namespace) -> int:
             releases, differences = releases + 1, differences + len(lines)
             for line in lines:
                 print(f"{name}: {line}", flush=True)
-    except FlashInferCompatError as exc:
+    except (FlashInferCompatError, OSError) as exc:
         print(exc, file=sys.stderr)
         return 2
     print(f"{releases} releases, {differences} differences")

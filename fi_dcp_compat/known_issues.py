@@ -66,6 +66,11 @@ KNOWN_ISSUES = (
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
                "#3582; 0.6.12 launcher:225, mla_decode.py:412", "prepared.MLADecoder"),
+    KnownIssue("companions_raise", "0.6.12", "0.7.1", ("trtllm-gen", "cute-dsl", "xqa"),
+               "import flashinfer dies beside companion wheels of another version (RuntimeError: "
+               "flashinfer-cubin version ... does not match flashinfer version)",
+               "refused", "install companion wheels of the same version, or none",
+               "vllm#49804; 0.6.12 jit/env.py:79, 0.7.1:105", "failures.import_failure"),
     KnownIssue("tensor_scale_unread", "0.6.12", "0.6.13", ("trtllm-gen", "auto"),
                "trtllm-gen reduces the KV splits of more than 32 heads without a tensor bmm1_scale",
                "refused", "pass bmm1_scale as a float",
@@ -122,6 +127,11 @@ KNOWN_ISSUES = (
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
                "#3582; 0.6.14 core:2418", "prepared.MLADecoder"),
+    KnownIssue("import_reads_gpu", "0.6.14", "0.7.0.post1", ("trtllm-gen", "cute-dsl", "xqa"),
+               "import flashinfer dies with a CPU build of torch (AssertionError: Torch not "
+               "compiled with CUDA enabled)",
+               "refused", "install a CUDA build of torch, or FlashInfer 0.7.1 or newer",
+               "0.6.14 gdn_decode_bf16_state.py:2701, 0.7.0:2705", "failures.import_failure"),
     KnownIssue("compact_split_lost", "0.6.14", "0.6.17", ("trtllm-gen", "auto"),
                "trtllm-gen may drop the last KV split of a request that is shorter than max_q_len, "
                "with more than 32 heads",

@@ -88,24 +88,32 @@ def _pip(*arguments: str) -> str:
 def read_wheel(wheel: Path) -> FlashInferABI:
     """Read one release's ABI from its wheel, as a zip file; nothing is imported."""
     version = wheel.name.split("-")[1]
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        texts = {
-            name: archive.read(f"flashinfer/{name}").decode(errors="replace")
-            for name in DEFINED_IN
-            if f"flashinfer/{name}" in names
-        }
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = set(archive.namelist())
+            texts = {
+                name: archive.read(f"flashinfer/{name}").decode(errors="replace")
+                for name in DEFINED_IN
+                if f"flashinfer/{name}" in names
+            }
+    except zipfile.BadZipFile as exc:
+        raise _no_record(wheel, f"{wheel}: {exc}.", "delete it, and run again.") from exc
     parameters, entry_point = read_parameters(texts)
     if not parameters:
-        raise FlashInferVersionError(
-            f"{wheel.name} does not define the MLA decode function.",
-            found=f"a wheel of {DISTRIBUTION} {version} without it.",
-            needed="0.6.0 or newer.",
-            fix="record another release.",
-            argument="wheel",
-            value=wheel.name,
-        )
+        found = f"a wheel of {DISTRIBUTION} {version} without it."
+        raise _no_record(wheel, found, "record another release.")
     return FlashInferABI(version=version, parameters=parameters, entry_point=entry_point)
+
+
+def _no_record(wheel: Path, found: str, fix: str) -> FlashInferVersionError:
+    return FlashInferVersionError(
+        f"{wheel.name} does not define the MLA decode function.",
+        found=found,
+        needed=f"a wheel of {recorded_versions()[0]} or newer.",
+        fix=fix,
+        argument="wheel",
+        value=wheel.name,
+    )
 
 
 def changes(before: FlashInferABI, after: FlashInferABI) -> list[str]:

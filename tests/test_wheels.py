@@ -108,6 +108,15 @@ def test_a_wheel_without_the_function_is_refused(folder: Path) -> None:
     assert raised.value.found == "a wheel of flashinfer-python 0.9.0 without it."
 
 
+def test_a_wheel_that_is_no_archive_is_refused(folder: Path) -> None:
+    path = wheel_of(folder, "0.7.4")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(FlashInferVersionError, match="does not define the MLA decode") as raised:
+        read_wheel(path)
+    assert raised.value.found == f"{path}: File is not a zip file."
+    assert raised.value.fix == "delete it, and run again."
+
+
 def test_every_kind_of_change_is_named() -> None:
     old = recorded("0.7.4")
     rows = [p for p in changed(old, max_seq_len="0", layout=None, tile="64") if p.name != "sinks"]
