@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,22 @@ from fi_dcp_compat import decode, prepared, probe
 
 # The tensors are small: more threads only wait for each other, on a busy machine tenfold.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--wheels",
+        type=Path,
+        default=Path.home() / ".cache" / "fi_dcp_compat" / "wheels",
+        metavar="DIR",
+        help="FlashInfer's wheels; what is missing is downloaded there (default: %(default)s)",
+    )
+
+
+@pytest.fixture(scope="session")
+def wheels_folder(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.config.getoption("--wheels")
+    return folder.absolute()
 
 
 @pytest.fixture(autouse=True)

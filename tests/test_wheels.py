@@ -288,3 +288,22 @@ def test_a_version_that_is_none_is_refused(option: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["releases", option, "newest"])
     assert f"argument {option}: 'newest' is not a version" in capsys.readouterr().err
+
+
+# The real wheels.
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("version", ["0.6.0", "0.6.16", "0.7.4"])
+def test_a_record_is_held_against_the_real_wheel(
+    version: str, data: Path, wheels_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify = ["releases", "--verify", version, "--wheels", str(wheels_folder)]
+    assert main(verify) == 0
+    assert capsys.readouterr().out == "1 releases, 0 differences\n"
+    altered = changed(recorded(version), max_seq_len="0")
+    write(
+        recorded(v)._replace(parameters=altered) if v == version else recorded(v) for v in VERSIONS
+    )
+    assert main(verify) == 1
+    assert f"{version}: max_seq_len=0 became max_seq_len\n" in capsys.readouterr().out
