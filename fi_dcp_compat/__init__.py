@@ -5,8 +5,7 @@ Importing this package imports neither torch nor flashinfer: each name is loaded
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # importing typing would double what importing this package costs
 if TYPE_CHECKING:
     from .abi import FlashInferABI, Parameter
     from .dcp import DCP, FlatRows, causal_bounds, flatten_query_rows, local_seq_lens

@@ -29,13 +29,15 @@ COMPANIONS = ("flashinfer-cubin", "flashinfer-jit-cache")
 # The public function's module, newest layout first: facts, section 1.2.
 DEFINED_IN = ("mla/_core.py", "mla.py")
 _HEADER = re.compile(rf"^def {FUNCTION}\(.*?^\)[^\n]*:[ \t]*$", re.MULTILINE | re.DOTALL)
-_DIST_INFO = re.compile(r"([^/\\]+?)-([^-/\\]+)\.dist-info$")
+_DIST_INFO = ".dist-info"
 
 
 def installed_distributions(names: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those of `names` that are installed, from dist-info folder names."""
-    found = {name: _DIST_INFO.search(folder) for name, folder in _dist_infos(names).items()}
-    return {name: match[2] for name, match in found.items() if match is not None}
+    return {
+        name: folder.removesuffix(_DIST_INFO).rpartition("-")[2]
+        for name, folder in _dist_infos(names).items()
+    }
 
 
 def find_distribution(name: str) -> str | None:
@@ -53,9 +55,11 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
         except OSError:
             continue
         for entry in entries:
-            match = _DIST_INFO.search(entry)
-            name = wanted.get(re.sub(r"[-_.]+", "_", match[1]).lower()) if match else None
-            if name is not None:
+            if not entry.endswith(_DIST_INFO):
+                continue
+            label, _, version = entry.removesuffix(_DIST_INFO).rpartition("-")
+            name = wanted.get(re.sub(r"[-_.]+", "_", label).lower())
+            if name is not None and version:
                 # The first on the path is the one that is imported.
                 found.setdefault(name, os.path.join(folder or ".", entry))
     return {name: found[name] for name in names if name in found}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -20,7 +19,6 @@ from .abi import (
     parse_version,
 )
 from .errors import InvalidInputError
-from .failures import function_gone, import_failure, not_found
 from .installed import (
     COMPANIONS,
     DEFINED_IN,
@@ -114,6 +112,8 @@ def bind_kernel() -> Binding:
     module = imported or _import_decode()
     kernel = getattr(module, FUNCTION, None)
     if kernel is None:
+        from .failures import function_gone
+
         raise function_gone(str(getattr(module, "__file__", "flashinfer.decode")), _live_version())
     return _bind(kernel)
 
@@ -207,6 +207,9 @@ def _known_version(reported: str | None) -> str:
 
 def _import_decode() -> object:
     import importlib
+    import warnings
+
+    from .failures import function_gone, import_failure, not_found
 
     with warnings.catch_warnings():
         # Under an "error" filter a warning of FlashInfer's import would look like a broken one.
@@ -238,11 +241,15 @@ def installed_version() -> str:
 def _static_abi() -> FlashInferABI:
     package = package_folder()
     if package is None:
+        from .failures import not_found
+
         raise not_found()
     version = assumed_version() or installed_version()
     texts = {name: read_text(package, name) for name in DEFINED_IN}
     parameters, entry_point = read_parameters({name: text for name, text in texts.items() if text})
     if not parameters:
+        from .failures import function_gone
+
         raise function_gone(package, version)
     return _noted(
         FlashInferABI(

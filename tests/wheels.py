@@ -48,8 +48,20 @@ def restated(version: str, as_version: str, folder: Path) -> Path:
     return _made_once(folder / f"unpacked-{version}-as-{as_version}", copy)
 
 
+# The C++ that `tests.contract.refusals` quotes.
+QUOTED = (
+    "trtllm_fmha_kernel_launcher.cu",
+    "fmhaReduction.cu",
+    "fmhaRunner.cuh",
+    "fmhaKernels.cuh",
+    "mla_sm120.cu",
+)
+
+
 def _is_needed(name: str) -> bool:
     # What kernels are compiled from is most of a wheel, and not read before they are.
+    if name.endswith(tuple(f"/{quoted}" for quoted in QUOTED)):
+        return True
     if name.startswith("flashinfer/data/") or name.endswith((".cu", ".cuh", "/RECORD")):
         return False
     return name.startswith("flashinfer/") or ".dist-info/" in name

@@ -117,7 +117,9 @@ def run_cute_dsl(
     scale, output_scale = number(arguments, "softmax_scale"), number(arguments, "output_scale")
     # 0.7.1 turned the conversion of the kernel's base 2 into an argument.
     natural_to_stored = LOG2E * number(arguments, "lse_scale", 1 / LOG2E) if causal else LOG2E
-    bounds = arguments.get("causal_seqlens_kv_global")
+    bounds, sinks = arguments.get("causal_seqlens_kv_global"), arguments.get("sinks")
+    if sinks is not None:
+        sinks = tensor(arguments, "sinks")
     for request, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         table, q_len = tensor(arguments, "page_table")[request], out.shape[0]
         query = torch.cat([latents[request].float(), ropes[request].float()], -1)
@@ -130,7 +132,7 @@ def run_cute_dsl(
             visible = local < keys.shape[0] - (q_len - 1) + token
         else:
             visible = (local >= 0).expand(q_len, -1)
-        part, part_lse = _attend(query, keys, visible, scale, out.shape[-1])
+        part, part_lse = _attend(query, keys, visible, scale, out.shape[-1], sinks)
         # The compiled capacity bounds the rows that run. With DCP an empty row is defined; without,
         # the kernel leaves it as it was.
         written = torch.arange(q_len) < number(key, "seq_len_q", q_len)
@@ -146,16 +148,15 @@ def run_cute_dsl(
 
 def check_trtllm_gen(arguments: Mapping[str, object]) -> None:
     """Raise what the C++ launcher raises; it does not look at the integer tensors at all."""
-    for name, off in _TRTLLM_GEN_EXTRAS.items():
-        if name in arguments and arguments[name] not in off:
-            raise NotImplementedError(f"the trtllm-gen emulation has no {name}={arguments[name]!r}")
     query, cache = tensor(arguments, "query"), tensor(arguments, "key_cache")
-    if query.dtype != cache.dtype or query.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-        raise NotImplementedError(f"the trtllm-gen emulation has no {query.dtype}, {cache.dtype}")
     if (query.shape[-1], tensor(arguments, "out").shape[-1]) not in ((576, 512), (320, 256)):
         raise RuntimeError("head_dim_v and head_dim_o must be (576, 512) or (320, 256) for MLA")
-    if cache.shape[-2] not in (32, 64):
+    # The MLA cubins of flashinfer-cubin 0.6.13 by name: pages of 16, 32 and 64 tokens.
+    if cache.shape[-2] not in (16, 32, 64):
         raise RuntimeError(f"Missing TRTLLM-GEN kernel (decode): {cache.shape[-2]} tokens per page")
+    sinks = arguments["attention_sinks"]
+    if sinks is not None and tensor(arguments, "attention_sinks").dtype != torch.float32:
+        raise RuntimeError("attention_sinks must be a float tensor")
     for name in ("query", "key_cache", "value_cache", "out"):
         if tensor(arguments, name).data_ptr() % 16:
             raise RuntimeError(f"{name}: a TMA address must be 16-byte aligned")
@@ -190,7 +191,8 @@ def _check_trtllm_gen_workspace(arguments: Mapping[str, object]) -> None:
 
 def run_trtllm_gen(arguments: Mapping[str, object]) -> None:
     """Decode as trtllm-gen does, in float32: causal, LSE in base 2 times ``lse_scale``."""
-    query, out, lse = tensor(arguments, "query"), tensor(arguments, "out"), arguments["lse"]
+    query, out, lse = _dense(arguments, "query"), tensor(arguments, "out"), arguments["lse"]
+    _require_emulated(arguments)
     batch, capacity = int(number(arguments, "batch_size")), int(number(arguments, "max_q_len"))
     # The launcher takes bare int* and void*: int64 or strided tensors are misread, not refused.
     width = tensor(arguments, "block_tables").shape[-1]
@@ -206,11 +208,11 @@ def run_trtllm_gen(arguments: Mapping[str, object]) -> None:
         scale /= LOG2E  # the host has multiplied it in
     sinks = arguments["attention_sinks"]
     if sinks is not None:
-        sinks = tensor(arguments, "attention_sinks")
+        sinks = _raw(tensor(arguments, "attention_sinks"), torch.float32, query.shape[1])
     queries, outs = _by_request(query, cum), _by_request(out, cum)
     lses = _by_request(lse, cum) if isinstance(lse, Tensor) else [None] * batch
     for request, (chunk, rows, row_lses) in enumerate(zip(queries, outs, lses, strict=True)):
-        keys = _gather(tensor(arguments, "key_cache").squeeze(1), tables[request], lengths[request])
+        keys = _gather(_dense(arguments, "key_cache").squeeze(1), tables[request], lengths[request])
         q_len = rows.shape[0]
         bound = keys.shape[0] - (q_len - 1) + torch.arange(q_len)[:, None]
         visible = torch.arange(keys.shape[0]) < bound
@@ -221,6 +223,15 @@ def run_trtllm_gen(arguments: Mapping[str, object]) -> None:
             # A second kernel turns the statistics of every row into the LSE, empty ones too.
             stored = part_lse * LOG2E * number(arguments, "lse_scale", 1.0)
             row_lses[launched] = stored.masked_fill(~seen[:, None], -torch.inf)[launched]
+
+
+def _require_emulated(arguments: Mapping[str, object]) -> None:
+    for name, off in _TRTLLM_GEN_EXTRAS.items():
+        if name in arguments and arguments[name] not in off:
+            raise NotImplementedError(f"the trtllm-gen emulation has no {name}={arguments[name]!r}")
+    query, cache = tensor(arguments, "query").dtype, tensor(arguments, "key_cache").dtype
+    if query != cache or query not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise NotImplementedError(f"the trtllm-gen emulation has no {query}, {cache}")
 
 
 def _attend(
@@ -257,6 +268,12 @@ def _gather(cache: Tensor, table: Tensor, length: Tensor) -> Tensor:
     if ((pages < 0) | (pages >= cache.shape[0])).any():
         raise IndexError(f"page numbers {pages.tolist()} in a pool of {cache.shape[0]} pages")
     return cache[pages].flatten(0, 1)[:num_keys].float()
+
+
+def _dense(arguments: Mapping[str, object], name: str) -> Tensor:
+    """Read a tensor as its TMA descriptor does, which has no stride for the last dimension."""
+    value = tensor(arguments, name)
+    return value.as_strided(value.shape, (*value.stride()[:-1], 1))
 
 
 def _raw(value: Tensor, dtype: torch.dtype, count: int) -> Tensor:

@@ -21,6 +21,9 @@ import torch
 
 from . import kernels
 
+# They remember facts of the device; modules of flashinfer.mla remember kernels too.
+_REMEMBERING = ("flashinfer.utils", "flashinfer.cute_dsl.utils")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -40,25 +43,30 @@ class Simulation:
     """What FlashInfer launched, and the switches of the simulated device.
 
     ``compiled`` holds the compile keys seen in this simulation: while ``capturing`` is true a
-    release that refuses to compile inside a capture (0.7.4) refuses any other key.
+    release that refuses to compile inside a capture (0.7.4) refuses any other key. ``reached``
+    names the kernel of each call that FlashInfer's Python let through to the boundary, whether or
+    not the boundary then refused it; nothing is computed there unless ``compute``.
     """
 
     release: str
+    compute: bool = True
     capturing: bool = False
+    reached: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     compiled: set[frozenset[tuple[str, object]]] = field(default_factory=set)
 
     def clear(self) -> None:
         """Forget the launches, not the compiled kernels."""
         self.launches.clear()
+        self.reached.clear()
 
 
 @contextmanager
 def simulated_flashinfer(
-    *, compute_capability: tuple[int, int] = (10, 0), sm_count: int = 148
+    *, compute_capability: tuple[int, int] = (10, 0), sm_count: int = 148, compute: bool = True
 ) -> Iterator[Simulation]:
     """Run the importable FlashInfer on a simulated GPU; undo everything but its import."""
-    simulation = Simulation(release="")
+    simulation = Simulation(release="", compute=compute)
     with ExitStack() as stack:
         _pose_as_gpu(stack, simulation, compute_capability, sm_count)
         modules = _import_flashinfer(stack)
@@ -69,10 +77,10 @@ def simulated_flashinfer(
         swaps = _seams(modules, simulation, compute_capability, sm_count)
         # By identity, wherever they were imported by value; also undone in modules imported
         # meanwhile.
-        stack.callback(_forget_device_facts, modules)
+        stack.callback(_forget_device_facts)
         stack.callback(_swap, [(fake, original) for original, fake in swaps])
         _swap(swaps)
-        _forget_device_facts(modules)
+        _forget_device_facts()
         yield simulation
 
 
@@ -114,6 +122,8 @@ def _import_flashinfer(stack: ExitStack) -> dict[str, ModuleType]:
             "flashinfer",
             "flashinfer.utils",
             "flashinfer.decode",
+            "flashinfer.xqa",
+            "flashinfer.jit.xqa",
             "flashinfer.mla._core",
             "flashinfer.cute_dsl.utils",
             "flashinfer.cute_dsl.attention",
@@ -127,6 +137,11 @@ def _import_flashinfer(stack: ExitStack) -> dict[str, ModuleType]:
         except ModuleNotFoundError as error:  # before 0.7.4
             if not moved.startswith(error.name or "?"):
                 raise
+    # Its checks of the configuration are host code; the sources behind them are not looked for.
+    generator = modules["flashinfer.jit.xqa"]
+    flags = SimpleNamespace(get_nvcc_flags_list=lambda **versions: [])
+    _set(stack, generator, "CompilationContext", lambda: flags)
+    _set(stack, generator, "gen_jit_spec", lambda *sources, **options: None)
     return modules
 
 
@@ -138,12 +153,17 @@ def _seams(
 ) -> list[tuple[object, object]]:
     """Pair everything that has to be replaced with its replacement."""
     utils, mono = modules["flashinfer.utils"], _monolithic(modules)
+    modular = functools.partial(_launch_modular, simulation)
+    generate = modules["flashinfer.jit.xqa"].gen_xqa_module_mla
+    xqa = SimpleNamespace(xqa_mla=functools.partial(_launch_xqa, simulation))
     swaps: list[tuple[object, object]] = [
         (utils.get_compute_capability, lambda device: capability),
         (utils.get_device_sm_count, lambda device: sm_count),
         (utils.device_support_pdl, lambda device: capability[0] >= 9),
         (modules["flashinfer.cute_dsl.utils"].get_num_sm, lambda device: sm_count),
         (mono._get_compiled_mla_kernel, _cute_dsl_getter(mono, simulation)),
+        (_modular(modules)._compile_mla_kernel, lambda **key: modular),
+        (modules["flashinfer.xqa"].get_xqa_module_mla, lambda *key: generate(*key) or xqa),
     ]
     module = SimpleNamespace(
         trtllm_paged_attention_decode=functools.partial(_launch_trtllm_gen, simulation)
@@ -157,6 +177,10 @@ def _seams(
 
 def _monolithic(modules: dict[str, ModuleType]) -> ModuleType:
     return modules["flashinfer.cute_dsl.attention.monolithic.mla_decode"]
+
+
+def _modular(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["flashinfer.cute_dsl.attention.wrappers.batch_mla"]
 
 
 def _cute_dsl_getter(mono: ModuleType, simulation: Simulation) -> Callable[..., object]:
@@ -174,21 +198,42 @@ def _cute_dsl_getter(mono: ModuleType, simulation: Simulation) -> Callable[..., 
         simulation.compiled.add(compiled)
 
         def launch(*values: object) -> None:
+            simulation.reached.append("cute-dsl")
             arguments = kernels.cute_dsl_arguments(values)
             kernels.check_cute_dsl(arguments)
             simulation.launches.append(Launch("cute-dsl", arguments, dict(key)))
-            kernels.run_cute_dsl(arguments, key, causal=causal)
+            if simulation.compute:
+                kernels.run_cute_dsl(arguments, key, causal=causal)
 
         return launch
 
     return get_compiled_kernel
 
 
+def _launch_modular(simulation: Simulation, *values: object) -> None:
+    """Stand for the cute-dsl kernel that takes sinks: it masks nothing between query tokens."""
+    simulation.reached.append("cute-dsl")
+    arguments = kernels.cute_dsl_arguments(values[:-1])
+    kernels.check_cute_dsl(arguments)
+    arguments["sinks"] = values[-1]
+    simulation.launches.append(Launch("cute-dsl", arguments, {}))
+    if simulation.compute:
+        kernels.run_cute_dsl(arguments, {}, causal=False)
+
+
+def _launch_xqa(simulation: Simulation, *values: object) -> None:
+    simulation.reached.append("xqa")
+    if simulation.compute:
+        raise NotImplementedError("xqa is not emulated, only reached")
+
+
 def _launch_trtllm_gen(simulation: Simulation, *values: object) -> None:
+    simulation.reached.append("trtllm-gen")
     arguments = kernels.trtllm_gen_arguments(values)
     kernels.check_trtllm_gen(arguments)
     simulation.launches.append(Launch("trtllm-gen", arguments, {}))
-    kernels.run_trtllm_gen(arguments)
+    if simulation.compute:
+        kernels.run_trtllm_gen(arguments)
 
 
 def _swap(pairs: list[tuple[object, object]]) -> None:
@@ -201,12 +246,13 @@ def _swap(pairs: list[tuple[object, object]]) -> None:
                 setattr(module, attribute, replacements[id(value)])
 
 
-def _forget_device_facts(modules: dict[str, ModuleType]) -> None:
-    """Clear what is_sm12x_supported and its like remember about a device."""
-    for name in ("flashinfer.utils", "flashinfer.cute_dsl.utils"):
-        for value in list(vars(modules[name]).values()):
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+def _forget_device_facts() -> None:
+    """Clear what is_sm12x_supported and its like remember, of a device or of its kernels."""
+    for name, module in list(sys.modules.items()):
+        if name in _REMEMBERING or name.startswith("flashinfer.mla."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def _set(stack: ExitStack, owner: object, name: str, value: object) -> None:
