@@ -65,6 +65,11 @@ class Parameter(NamedTuple):
     kind: str = "POSITIONAL_OR_KEYWORD"
 
     @property
+    def by_keyword(self) -> bool:
+        """Whether a call can give it by keyword."""
+        return self.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
+
+    @property
     def required(self) -> bool:
         """Whether a call must give it."""
         return self.default is None and not self.kind.startswith("VAR_")
@@ -106,8 +111,13 @@ class FlashInferABI(_Facts):
         """What it can do; worked out from the rest."""
         return Features(**{row.name: _present(self, row) for row in FEATURES})
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"FlashInferABI is read-only; _replace({name}=...) makes another")
+
     def __repr__(self) -> str:
-        return f"FlashInferABI(version={self.version!r}, source={self.source!r})"
+        # The parameters would fill a screen.
+        shown = {n: v for n, v in self._asdict().items() if n != "parameters" and v}
+        return f"FlashInferABI({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def release(self) -> Version | None:
@@ -120,8 +130,8 @@ class FlashInferABI(_Facts):
         return self.release is not None and not self.release.is_prerelease
 
     def lacks(self, *keywords: str) -> tuple[str, ...]:
-        """Return those of `keywords` that the function has no parameter for."""
-        names = {parameter.name for parameter in self.parameters}
+        """Return those of `keywords` that the function does not take as keywords."""
+        names = {parameter.name for parameter in self.parameters if parameter.by_keyword}
         return tuple(keyword for keyword in keywords if keyword not in names)
 
     def describe(self) -> str:
@@ -146,6 +156,11 @@ class FlashInferABI(_Facts):
         raise_first(() if reason is None else (reason,))
 
 
+def takes_anything(parameters: tuple[Parameter, ...]) -> bool:
+    """Return whether a signature is `*args` and `**kwargs` alone, which says nothing."""
+    return all(parameter.kind.startswith("VAR_") for parameter in parameters)
+
+
 @lru_cache(maxsize=64)
 def parse_version(version: str) -> Version | None:
     """Return the version, or None if it says nothing of the release."""
@@ -154,11 +169,12 @@ def parse_version(version: str) -> Version | None:
     except InvalidVersion:
         return None
     # A source build without its generated metadata reports 0.0.0+unknown.
-    return parsed if parsed.release[:3] != (0, 0, 0) else None
+    return parsed if any(parsed.release) else None
 
 
 def carries(release: Version, row: Feature) -> bool:
     """Return whether a release has what `row` is about, by its number alone."""
+    release = Version(release.public)
     return release >= Version(row.since) or any(
         Version(first) <= release <= Version(last) for first, last in row.earlier
     )
@@ -223,11 +239,15 @@ def missing_feature(
         found += ", whose signature does not show it"
         fix += f", or set {ASSUME_VERSION} to the release it stands for"
     kind: type[FlashInferVersionError] | type[FlashInferSignatureError] = FlashInferVersionError
-    needed = f"{row.since} or newer ({row.evidence.partition(';')[0]})"
-    if abi.is_final and gone and abi.release is not None and abi.release >= Version(row.since):
+    thread = row.evidence.partition(";")[0]
+    needed = f"{row.since} or newer" + (f" ({thread})" if thread.startswith("#") else "")
+    if gone and abi.release is not None and abi.release >= Version(row.since):
         kind = FlashInferSignatureError
         needed = f"a function with {', '.join(row.keywords)}, as {row.since} and newer have"
-        fix = f'pip install --force-reinstall "{DISTRIBUTION}>={row.since}"'
+        fix = (
+            f'pip install --force-reinstall "{DISTRIBUTION}=={abi.version}" if it was patched, or '
+            f"install another release from {row.since} on"
+        )
     return Reason(
         error=kind,
         argument="dcp" if name.endswith("dcp") else row.keywords[0] if row.keywords else name,

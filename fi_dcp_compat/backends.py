@@ -3,56 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from . import limits
 from .abi import FlashInferABI, missing_feature
-from .errors import Reason, UnsupportedConfigError
+from .config import Config, refused
+from .errors import Reason
 
-__all__ = ["BACKENDS", "RULES", "Config", "arch_reason", "refused"]
-
-BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
-
-
-class Config(NamedTuple):
-    """A call's configuration, without its tensors; dtypes by name, so torch is not needed."""
-
-    num_heads: int
-    q_len: int
-    page_size: int
-    dtype: str
-    kv_dtype: str
-    dcp_world_size: int = 1
-    interleave_size: int = 1
-    causal: bool = True
-    backend: str = "auto"
-    varlen: bool = False
-    return_lse: bool = False
-    sinks: bool = False
-    skip_softmax: bool = False
-    tensor_scales: bool = False
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    compute_capability: tuple[int, int] | None = None
-    block_table_width: int | None = None
-    batch: int | None = None
-
-    @property
-    def wants_lse(self) -> bool:
-        """Whether the kernel is asked for an LSE; ranks cannot be merged without."""
-        return self.return_lse or self.dcp_world_size > 1
-
-    def flattened(self) -> Config:
-        """Return what the kernel runs: a non-causal block is a batch of one-token rows."""
-        if self.causal:
-            return self
-        rows = None if self.batch is None else self.batch * self.q_len
-        return self._replace(q_len=1, varlen=False, batch=rows)
-
-
-def refused(argument: str, summary: str, found: str, needed: str, fix: str) -> Reason:
-    """Build the reason for a configuration that no upgrade makes possible."""
-    return Reason(UnsupportedConfigError, argument, summary, found, needed, fix)
+__all__ = ["RULES", "arch_reason"]
 
 
 def arch_reason(backend: str, capability: tuple[int, int], needed: str) -> Reason:
@@ -83,7 +40,7 @@ def cute_dsl_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
         )
     if config.q_len > 1 or config.varlen:
         yield from _feature(abi, "cute_dsl_causal", "backend='cute-dsl' with several query tokens")
-    if config.q_len > 4:
+    if config.q_len > limits.CUTE_DSL_SHORT_Q_LEN:
         yield from _feature(abi, "cute_dsl_long_q", f"backend='cute-dsl' with q_len={config.q_len}")
     if config.varlen:
         asked = "backend='cute-dsl' with cum_seq_lens_q"
@@ -92,7 +49,7 @@ def cute_dsl_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             yield from _feature(abi, "compact_queries", asked)
     if config.wants_lse:
         yield from _feature(abi, "cute_dsl_lse", "backend='cute-dsl' with return_lse=True")
-    if config.sinks and (config.q_len > 1 or config.varlen):
+    if config.sinks and (config.q_len > limits.CUTE_DSL_MAX_Q_LEN_WITH_SINKS or config.varlen):
         yield refused(
             "sinks",
             "backend='cute-dsl' cannot mask several query tokens with sinks.",
@@ -169,8 +126,9 @@ def _tiles_heads(num_heads: int, padded: bool) -> bool:
 
 def xqa_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     backend = "xqa"
-    if config.compute_capability is not None and config.compute_capability[0] != 12:
-        yield arch_reason(backend, config.compute_capability, "12.0 or 12.1")
+    capability = config.compute_capability
+    if capability is not None and capability[0] not in limits.XQA_MAJORS:
+        yield arch_reason(backend, capability, "12.0 or 12.1")
     yield from _dtype_rule(config, backend, limits.XQA_DTYPES)
     yield from _dims_rule(config, backend, limits.XQA_DIMS)
     yield from _page_rule(config, backend, limits.XQA_PAGE_SIZES)
@@ -183,7 +141,7 @@ def xqa_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"{limits.XQA_HEADS}.",
             f"gather the heads to {limits.XQA_HEADS}.",
         )
-    if config.q_len > 1:
+    if config.q_len > limits.XQA_MAX_Q_LEN:
         yield refused(
             "q_len",
             "backend='xqa' takes one query token a request.",

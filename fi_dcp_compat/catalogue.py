@@ -18,11 +18,15 @@ class _Table(NamedTuple):
     rows: list[tuple[str, ...]]
 
 
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
 def _tables() -> list[_Table]:
     features: list[tuple[str, ...]] = [
         (
             row.what,
-            ", ".join([row.since, *(f"{first} to {last}" for first, last in row.earlier)]),
+            "; ".join([*(_span(*span) for span in row.earlier), f"{row.since} on"]),
             ", ".join(row.keywords),
             row.evidence,
             row.used_by,
@@ -31,8 +35,7 @@ def _tables() -> list[_Table]:
     ]
     limits: list[tuple[str, ...]] = [
         (
-            row.backend,
-            row.what,
+            f"{row.backend}: {row.what}",
             ", ".join(str(value) for value in row.values),
             row.evidence,
             row.used_by,
@@ -42,7 +45,7 @@ def _tables() -> list[_Table]:
     issues: list[tuple[str, ...]] = [
         (
             row.what,
-            row.first if row.first == row.last else f"{row.first} to {row.last or 'now'}",
+            _span(row.first, row.last) if row.last else f"{row.first} on",
             row.effect,
             row.evidence,
             row.used_by,
@@ -50,10 +53,10 @@ def _tables() -> list[_Table]:
         for row in KNOWN_ISSUES
     ]
     return [
-        _Table("What came when", ("feature", "since", "shown by", "evidence", "acts in"), features),
         _Table(
-            "What each backend takes", ("backend", "what", "values", "evidence", "acts in"), limits
+            "What came when", ("feature", "releases", "shown by", "evidence", "acts in"), features
         ),
+        _Table("What each backend takes", ("what", "values", "evidence", "acts in"), limits),
         _Table(
             "What is known to be wrong", ("what", "releases", "here", "evidence", "acts in"), issues
         ),
@@ -61,16 +64,14 @@ def _tables() -> list[_Table]:
 
 
 def text() -> str:
-    """Write the tables for a terminal."""
+    """Write the tables for a terminal: a line for each row's subject, the rest below it."""
     versions = recorded_versions()
     lines = [f"{len(versions)} releases recorded, {versions[0]} to {versions[-1]}."]
     for table in _tables():
-        rows = [table.head, *table.rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["", f"{table.title}:"]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
+        for subject, *rest in table.rows:
+            named = zip(table.head[1:], rest, strict=True)
+            lines += [f"  {subject}", *(f"      {head}: {cell}" for head, cell in named if cell)]
     return "\n".join(lines)
 
 

@@ -72,7 +72,7 @@ def _version(text: str) -> str:
     version = parse_version(text)
     if version is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a version")
-    return str(version)
+    return version.public
 
 
 def _doctor(*, as_json: bool, live: bool) -> int:
@@ -95,6 +95,9 @@ def _releases(arguments: argparse.Namespace) -> int:
     from . import catalogue, wheels
     from .errors import FlashInferCompatError
 
+    if arguments.wheels and arguments.verify is None and arguments.record is None:
+        print("--wheels goes with --verify or --record", file=sys.stderr)
+        return 2
     if arguments.json:
         print(json.dumps(catalogue.as_dict(), indent=2))
         return 0
@@ -114,5 +117,5 @@ def _releases(arguments: argparse.Namespace) -> int:
     except (FlashInferCompatError, OSError) as exc:
         print(exc, file=sys.stderr)
         return 2
-    print(f"{releases} releases, {differences} differences")
+    print(f"{differences} differences in {releases} releases")
     return 1 if differences else 0

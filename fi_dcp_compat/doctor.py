@@ -25,6 +25,7 @@ from .features import ROWS
 from .guards import check
 from .installed import COMPANIONS, find_distribution, installed_distributions, read_text
 from .known_issues import issues_of
+from .limits import BLACKWELL
 from .machine import Gpu, torch_is_cpu_only, visible_gpus
 from .probing import assumed_version, installed_version, probe
 
@@ -115,7 +116,7 @@ def diagnose(*, live: bool = False) -> Diagnosis:
             )
             reasons += [Finding(f"{r.summary} Found: {r.found}", r.fix) for r in drifted]
         notes += [
-            Finding(f"{abi.describe()}: {issue.what} ({issue.evidence}).", f"{issue.instead}.")
+            Finding(f"{abi.describe()}: {issue.problem}", f"{issue.instead}.")
             for issue in issues_of(abi)
             if issue.effect == "warned"
         ]
@@ -235,7 +236,7 @@ def _gpu_problems(gpus: list[Gpu], abi: FlashInferABI | None) -> list[Finding]:
             )
         ]
     rubin = abi is not None and abi.features.cute_dsl_sm107
-    able = {(10, 0), (10, 3)} | ({(10, 7)} if rubin else set())
+    able = {*BLACKWELL} | ({(10, 7)} if rubin else set())
     if any(gpu.compute_capability in able for gpu in gpus):
         return []
     names = ", ".join(

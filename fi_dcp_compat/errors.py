@@ -125,7 +125,7 @@ class NotPreparedError(FlashInferCompatError):
 
 
 class FlashInferCompatWarning(UserWarning):
-    """The installed release has a known fault that this configuration meets; results are right."""
+    """The installed release has a known fault that other calls or time may bring out."""
 
 
 class Reason(NamedTuple):

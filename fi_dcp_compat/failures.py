@@ -62,7 +62,10 @@ def import_failure(exc: Exception) -> FlashInferImportError:
         fix = f'pip install -U "{DISTRIBUTION}>={since}", or run on a machine with a GPU.'
     elif "cutlass" in text:
         needed = "the nvidia-cutlass-dsl that this FlashInfer was built for."
-        fix = f"{upgrade_command(None, ROWS['native_dcp'].since)} nvidia-cutlass-dsl."
+        fix = (
+            f"{upgrade_command(None, ROWS['native_dcp'].since)} nvidia-cutlass-dsl, or install the "
+            "nvidia-cutlass-dsl of its time (Requires-Dist in its metadata names the oldest)."
+        )
     else:
         fix = "mend the cause below, or reinstall: pip install --force-reinstall flashinfer-python."
     return FlashInferImportError(

@@ -72,7 +72,7 @@ FEATURES = (
             "0.6.13 core:1920",
             "routing.route"),
     Feature("trtllm_tensor_scales", "0.6.14", (),
-            "tensor bmm1_scale in the reduction of KV splits on trtllm-gen",
+            "tensor bmm1_scale in the reduction of KV splits",
             "0.6.14 fmhaReduction.cu:130; 0.6.13:130 takes the host's scalar",
             "backends.trtllm_gen_rules"),
     Feature("uint8_workspace", "0.6.14", (),
@@ -100,13 +100,13 @@ FEATURES = (
             "0.6.16 core:3133; 0.6.15 core:2926 raises",
             "backends.cute_dsl_rules"),
     Feature("cute_dsl_sliced_heads", "0.6.16", (),
-            "queries whose heads are a slice on cute-dsl",
+            "queries whose heads are a slice of wider ones on cute-dsl",
             "0.6.16 mla_decode.py:547; 0.6.13 fp16:423 reads across the gap",
             "plans.make_plan",
             (("0.6.12", "0.6.12"),)),
     Feature("trtllm_padded_heads", "0.6.16", (),
             "padded head tiles on trtllm-gen",
-            "#4178; 0.6.16 fmhaKernels.cuh:672",
+            "0.6.16 fmhaKernels.cuh:672",
             "backends.trtllm_gen_rules"),
     Feature("trtllm_sm107", "0.6.16", (),
             "trtllm-gen kernels for 10.7",
@@ -121,7 +121,7 @@ FEATURES = (
             "#4178; 0.6.17 core:2146",
             "abi.missing_dcp"),
     Feature("trtllm_compact_splits", "0.6.18", (),
-            "reduction of KV splits by each request's own query length on trtllm-gen",
+            "reduction of KV splits request by request",
             "0.6.18 fmhaReduction.cu:98; 0.6.17:96 takes the longest",
             "backends.trtllm_gen_rules"),
     Feature("cute_dsl_sm107", "0.6.18", (),
@@ -164,7 +164,7 @@ FEATURES = (
 )
 # fmt: on
 
-OLDEST_RELEASE = FEATURES[0].since
+OLDEST_RELEASE = FEATURES[0].since  # FEATURES is in order
 
 # Keywords that no row above is about; they too prove a release to one whose version is unknown.
 _OTHER_KEYWORDS = {

@@ -15,10 +15,16 @@ from .abi import (
     missing_dcp,
     missing_feature,
 )
-from .backends import BACKENDS, RULES, Config, arch_reason, refused
-from .errors import FlashInferSignatureError, Reason, UnsupportedConfigError
+from .backends import RULES, arch_reason
+from .config import Config, refused, value_reasons
+from .errors import (
+    FlashInferSignatureError,
+    InvalidInputError,
+    Reason,
+    UnsupportedConfigError,
+)
 from .features import ROWS
-from .limits import AUTO_BACKENDS
+from .limits import AUTO_BACKENDS, DCP_BACKENDS
 from .releases import drift
 
 if TYPE_CHECKING:
@@ -89,6 +95,15 @@ def check(
     block_table_width, batch : int, optional
         Width of ``block_tables`` in pages, and requests; unchecked if left out.
     """
+    if not isinstance(abi, FlashInferABI):
+        raise InvalidInputError(
+            "abi must be a FlashInferABI.",
+            found=f"{abi!r}.",
+            needed="a FlashInferABI.",
+            fix="pass probe(), or recorded(version).",
+            argument="abi",
+            value=repr(abi),
+        )
     config = Config(
         num_heads=num_heads,
         q_len=q_len,
@@ -126,7 +141,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
     """Return why `config` cannot run on `abi`, the first to raise first; empty if it can."""
-    found = list(_value_reasons(config))
+    found = list(value_reasons(config))
     if found:
         return tuple(found)
     if config.backend != "reference":
@@ -152,7 +167,7 @@ def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
 def candidates(config: Config) -> tuple[str, ...]:
     """Return the backends that may run `config`, the preferred one first."""
     if config.dcp_world_size > 1 and config.backend != "reference":
-        return ("cute-dsl",)
+        return DCP_BACKENDS
     if config.backend != "auto":
         return (config.backend,)
     major = 10 if config.compute_capability is None else config.compute_capability[0]
@@ -172,42 +187,6 @@ def backend_reasons(abi: FlashInferABI, config: Config, backend: str) -> tuple[R
     return tuple(reason._replace(fix=reason.fix.removesuffix(".") + instead) for reason in found)
 
 
-def _value_reasons(config: Config) -> Iterator[Reason]:
-    if config.backend not in BACKENDS:
-        yield refused(
-            "backend",
-            f"backend={config.backend!r} is not one of decode_mla's.",
-            f"{config.backend!r}.",
-            f"one of {', '.join(BACKENDS)}.",
-            "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
-        )
-    counts = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
-    for name, low in (*((name, 1) for name in counts), ("block_table_width", 0), ("batch", 0)):
-        value: object = getattr(config, name)
-        if (value is None and low == 0) or (type(value) is int and value >= low):
-            continue
-        yield refused(
-            name,
-            f"{name} must be an int of at least {low}.",
-            f"{name}={value!r}.",
-            f"an int of at least {low}.",
-            f"pass the {name} of the call.",
-        )
-    capability: object = config.compute_capability
-    if capability is not None and not (
-        isinstance(capability, tuple)
-        and len(capability) == 2
-        and all(type(part) is int for part in capability)
-    ):
-        yield refused(
-            "compute_capability",
-            "compute_capability must be a pair of ints.",
-            f"{capability!r}.",
-            "(major, minor), for example (10, 0), or None.",
-            "pass torch.cuda.get_device_capability().",
-        )
-
-
 def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     feature = "native_dcp" if config.dcp_world_size > 1 else "return_lse"
     dcp = feature == "native_dcp"
@@ -219,12 +198,12 @@ def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     changed = drift(abi)
     used = ["sinks"] if config.sinks else []
     used += ["skip_softmax_threshold_scale_factor"] if config.skip_softmax else []
-    lost = abi.lacks(*CORE_KEYWORDS, *used)
+    used += ["return_lse"] if dcp and missing is None else []
+    # What an unrecorded release has lost says that it is another function, used or not.
+    gone = (*abi.lacks(*CORE_KEYWORDS, *used), *(changed.missing if changed is not None else ()))
+    named = ROWS[feature].keywords if missing is not None else ()
+    lost = tuple(name for name in dict.fromkeys(gone) if name not in named)
     new = tuple(p.name for p in abi.parameters if p.required and p.name not in CORE_KEYWORDS)
-    if changed is not None:
-        # What an unrecorded release has lost says that it is another function, used or not.
-        named = (*lost, *(ROWS[feature].keywords if missing is not None else ()))
-        lost += tuple(name for name in changed.missing if name not in named)
     for names, verb in ((lost, "has lost"), (new, "newly requires")):
         if names:
             yield drift_reason(abi, names, verb)
@@ -233,9 +212,7 @@ def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
 def drift_reason(abi: FlashInferABI, names: Sequence[str], verb: str = "has lost") -> Reason:
     """Build the reason for a function whose parameters are not those of its version."""
     changed = drift(abi)
-    like = (
-        f"{changed.nearest.version}, the nearest recorded one" if changed else "a recorded release"
-    )
+    nearest = "" if changed is None else f"{changed.nearest.version}, the nearest recorded release"
     fix = f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat"
     if changed is not None and not set(names) & {*CORE_KEYWORDS, *changed.required}:
         fix += f", or set {ASSUME_VERSION}={changed.nearest.version} if nothing else changed"
@@ -244,7 +221,7 @@ def drift_reason(abi: FlashInferABI, names: Sequence[str], verb: str = "has lost
         names[0],
         f"{FUNCTION} {verb} {', '.join(names)}.",
         f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
-        f"the parameters of {like}, without more required ones.",
+        f"the parameters of {nearest or 'a recorded release'}, and no further required ones.",
         f"{fix}.",
     )
 

@@ -17,6 +17,7 @@ from .errors import FlashInferImportError
 __all__ = [
     "COMPANIONS",
     "DEFINED_IN",
+    "distribution_of",
     "find_distribution",
     "installed_distributions",
     "package_folder",
@@ -34,10 +35,21 @@ _DIST_INFO = ".dist-info"
 
 def installed_distributions(names: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those of `names` that are installed, from dist-info folder names."""
-    return {
-        name: folder.removesuffix(_DIST_INFO).rpartition("-")[2]
-        for name, folder in _dist_infos(names).items()
-    }
+    return {name: _version_of(folder) for name, folder in _dist_infos(names).items()}
+
+
+def distribution_of(package: str | None, name: str) -> str | None:
+    """Return the version of a distribution if the package in that folder belongs to it."""
+    folder = find_distribution(name)
+    if folder is None or package is None:
+        return None
+    beside = os.path.realpath(os.path.dirname(folder)) == os.path.realpath(os.path.dirname(package))
+    editable = '"editable"' in (read_text(folder, "direct_url.json") or "")
+    return _version_of(folder) if beside or editable else None
+
+
+def _version_of(folder: str) -> str:
+    return folder.removesuffix(_DIST_INFO).rpartition("-")[2]
 
 
 def find_distribution(name: str) -> str | None:
@@ -68,23 +80,32 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
 def read_parameters(sources: Mapping[str, str]) -> tuple[tuple[Parameter, ...], str]:
     """Read the function's parameters from the first of `sources`, file to text, that has it."""
     for name, text in sources.items():
-        # Parsing the header alone takes a fiftieth of parsing the whole file.
-        match = _HEADER.search(text)
+        # The last definition counts, as for Python. Parsing its header alone takes a fiftieth of
+        # parsing the whole file.
+        headers = [match[0] for match in _HEADER.finditer(text)]
         try:
-            tree = ast.parse(f"{match[0]} pass" if match else text)
+            tree = _parsed(f"{headers[-1]} pass") if headers else None
+            tree = tree or ast.parse(text)
         except (SyntaxError, ValueError) as exc:
             raise FlashInferImportError(
-                "A file of FlashInfer is no Python.",
+                "A file of FlashInfer is not valid Python.",
                 found=f"flashinfer/{name}: {exc}.",
                 needed="the file as its wheel has it.",
                 fix="pip install --force-reinstall flashinfer-python.",
                 argument=name,
             ) from exc
-        for node in tree.body:
+        for node in reversed(tree.body):
             if isinstance(node, ast.FunctionDef) and node.name == FUNCTION:
                 module = "flashinfer." + name.removesuffix(".py").replace("/", ".")
                 return _parameters(node.args), f"{module}:{FUNCTION}"
     return (), ""
+
+
+def _parsed(header: str) -> ast.Module | None:
+    try:
+        return ast.parse(header)
+    except SyntaxError:
+        return None  # the pattern was caught out by what follows the header
 
 
 def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:

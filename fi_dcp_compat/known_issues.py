@@ -1,11 +1,13 @@
 """Known-bad releases: what goes wrong in which, and what is done about it here.
 
-A configuration whose result would be wrong is refused or kept from happening; the rest runs with a
-warning once, or is only noted. Evidence is written as in `features`, and names the public thread.
+What a call gets wrong by itself is refused or kept from happening. What hangs on other calls or on
+values that are not looked at runs, with a warning once where the configuration tells, or is only
+listed. Evidence is written as in `features`, the public thread first.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Literal, NamedTuple
 
@@ -13,6 +15,7 @@ from packaging.version import Version
 
 from .abi import FlashInferABI
 from .errors import FlashInferCompatWarning
+from .releases import drift
 
 __all__ = ["KNOWN_ISSUES", "KnownIssue", "issues_of", "warn_of"]
 
@@ -23,10 +26,13 @@ class KnownIssue(NamedTuple):
     Attributes
     ----------
     name : str
+        Unique, by what goes wrong.
     first, last : str
         The first and the last release that has it; `last` is empty if the newest has it too.
     backends : tuple of str
         Those that it is about, "auto" where FlashInfer's own choice may meet it.
+    compact : bool
+        Whether compact queries meet it too.
     what : str
         What goes wrong, and for whom.
     effect : {"refused", "avoided", "warned", "noted"}
@@ -49,6 +55,12 @@ class KnownIssue(NamedTuple):
     instead: str
     evidence: str
     used_by: str
+    compact: bool = True
+
+    @property
+    def problem(self) -> str:
+        """What goes wrong and the thread about it, as messages say it."""
+        return f"{self.what} ({self.evidence.partition(';')[0]})."
 
 
 # fmt: off
@@ -61,7 +73,7 @@ KNOWN_ISSUES = (
                "cute-dsl dies with nvidia-cutlass-dsl 4.8 (AttributeError: ThrMma)",
                "refused", "install the nvidia-cutlass-dsl of its time",
                "vllm#49005; 0.6.12 roles/loader_tma.py:60", "launch.call_kernel"),
-    KnownIssue("shared_workspace_unzeroed", "0.6.12", "0.6.12", ("cute-dsl",),
+    KnownIssue("shared_workspace", "0.6.12", "0.6.12", ("cute-dsl",),
                "cute-dsl writes over the counters that trtllm-gen keeps in the front of the "
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
@@ -77,13 +89,18 @@ KNOWN_ISSUES = (
                "0.6.13 fmhaReduction.cu:130", "backends.trtllm_gen_rules"),
     KnownIssue("counters_overrun", "0.6.12", "0.6.14", ("trtllm-gen", "auto"),
                "trtllm-gen has counters for 8192 * 256 pairs of request and head and overruns them",
-               "noted", "keep batch * num_heads below that",
-               "0.6.12 launcher:225", "catalogue.text"),
+               "refused", "split the batch",
+               "0.6.12 launcher:225", "sizes.check_workspace"),
     KnownIssue("row_without_keys", "0.6.12", "", ("trtllm-gen", "cute-dsl", "auto"),
                "without DCP a row that sees no key is NaN or unwritten on trtllm-gen, unwritten on "
                "cute-dsl",
                "noted", "keep seq_lens at least q_len; FI_DCP_COMPAT_DEBUG=1 checks it",
                "#2883, #4975; 0.7.4 fmhaReduction.cu:148", "debug.check_values"),
+    KnownIssue("split_scratch_unchecked", "0.6.12", "", ("trtllm-gen", "auto"),
+               "trtllm-gen keeps its KV splits behind the rest of the workspace, of a size that "
+               "nothing checks",
+               "noted", "allocate 128 MiB, 256 MiB with an LSE, as stacks do",
+               "0.6.12 launcher:258, 0.7.4 launcher:450", "catalogue.text"),
     KnownIssue("lse_workspace", "0.6.12", "", ("trtllm-gen", "auto"),
                "trtllm-gen needs more workspace for an LSE, and raises if it is too small",
                "refused", "allocate min_workspace_bytes(...)",
@@ -100,7 +117,8 @@ KNOWN_ISSUES = (
                "each uniform call adds an entry to the tuner's cache, which on 0.6.15 stalls calls "
                "for milliseconds",
                "warned", "upgrade to 0.6.15.post1 or newer",
-               "#3970; 0.6.13 core:1978, 0.6.15.post1 core:2151", "prepared.MLADecoder"),
+               "#3970; 0.6.13 core:1978, 0.6.15.post1 core:2151", "prepared.MLADecoder",
+               compact=False),
     KnownIssue("persistent_fp8_hang", "0.6.13", "0.6.15.post1", ("cute-dsl",),
                "cute-dsl may hang on fp8 with is_var_seq=False",
                "avoided", "leave is_var_seq at its default, as decode_mla does",
@@ -122,7 +140,7 @@ KNOWN_ISSUES = (
                "workspace holds batches of 8192",
                "noted", "tune without an LSE, or pass tuning_buckets",
                "0.6.13 core:1068, 0.7.4 core:2815", "catalogue.text"),
-    KnownIssue("shared_workspace", "0.6.14", "0.6.14", ("cute-dsl",),
+    KnownIssue("shared_workspace_again", "0.6.14", "0.6.14", ("cute-dsl",),
                "cute-dsl writes over the counters that trtllm-gen keeps in the front of the "
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
@@ -159,9 +177,11 @@ KNOWN_ISSUES = (
 
 def issues_of(abi: FlashInferABI) -> tuple[KnownIssue, ...]:
     """Return the known issues of a release; none if its version is unknown."""
-    release = abi.release
+    changed = drift(abi)
+    release = abi.release if changed is None else changed.nearest.release
     if release is None:
         return ()
+    release = Version(release.public)
     return tuple(
         issue
         for issue in KNOWN_ISSUES
@@ -169,15 +189,21 @@ def issues_of(abi: FlashInferABI) -> tuple[KnownIssue, ...]:
     )
 
 
-def warn_of(abi: FlashInferABI, backend: str) -> None:
+def warn_of(abi: FlashInferABI, backend: str, *, compact: bool) -> None:
     """Warn of each fault of the release that a call on `backend` meets and that is only warned of.
 
     Python's default filter shows each text once.
     """
     for issue in issues_of(abi):
-        if issue.effect == "warned" and backend in issue.backends:
-            warnings.warn(
-                f"{abi.describe()}: {issue.what} ({issue.evidence}). {issue.instead}.",
-                FlashInferCompatWarning,
-                stacklevel=2,
-            )
+        if issue.effect == "warned" and backend in issue.backends and compact <= issue.compact:
+            text = f"{abi.describe()}: {issue.problem}\nFix: {issue.instead}."
+            warnings.warn(text, FlashInferCompatWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """Count the frames up to the first outside of this package, for `warnings.warn`."""
+    package = __name__.rpartition(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__package__") == package:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -18,6 +18,9 @@ CUTE_DSL_PAGE_SIZES = (2, 4, 8, 16, 32, 64, 128)
 CUTE_DSL_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 CUTE_DSL_DIMS = ((512, 64),)
 CUTE_DSL_MAX_HEADS = 128
+# More where the release takes long queries.
+CUTE_DSL_SHORT_Q_LEN = 4
+CUTE_DSL_MAX_Q_LEN_WITH_SINKS = 1
 CUTE_DSL_WORKSPACE_DTYPES = ("int8",)
 # Rows of (query token, head) in one tile of the cute-dsl kernel, and CUDA's limit on tiles.
 CUTE_DSL_TILE_ROWS = 128
@@ -38,6 +41,11 @@ XQA_PAGE_SIZES = (16, 32, 64, 128)
 XQA_DTYPES = ("bfloat16", "float8_e4m3fn")
 XQA_DIMS = ((512, 64),)
 XQA_HEADS = 128
+XQA_MAJORS = (12,)
+XQA_MAX_Q_LEN = 1
+
+# Heads that each backend but xqa takes in every release.
+FEW_HEADS = 8
 
 # GPUs that cute-dsl and trtllm-gen have kernels for in every release; 10.7 came later.
 BLACKWELL = ((10, 0), (10, 3))
@@ -76,10 +84,15 @@ class Limit(NamedTuple):
 
 # fmt: off
 LIMITS = (
-    Limit("auto", "trtllm-gen untuned, or cute-dsl, on compute capability", (10,),
+    Limit("auto", "on compute capability 10.x, the first untuned", AUTO_BACKENDS[10],
           "0.6.12 core:1169; 0.6.13 core:1920; 0.7.4 core:3899", "guards.candidates"),
-    Limit("auto", "xqa on compute capability", (12,),
+    Limit("auto", "on compute capability 12.x", AUTO_BACKENDS[12],
           "0.6.12 core:1169; 0.7.4 core:3899", "guards.candidates"),
+    Limit("auto", "FlashInfer's own goes to cute-dsl from 0.6.14 on",
+          ("pages not of 32 or 64 tokens",), "0.6.14 core:2752, 2853", "routing.route"),
+    Limit("auto", "FlashInfer's own goes to cute-dsl from 0.6.16 on",
+          ("65 to 127 heads", "compact queries with an LSE"),
+          "0.6.16 core:3041, 3102", "routing.route"),
     Limit("DCP", "interleave sizes", INTERLEAVE_SIZES,
           "0.6.17 fp16:3123: key k of rank r is W*k + r", "abi.interleave_reason"),
     Limit("DCP", "backends", DCP_BACKENDS,
@@ -88,6 +101,8 @@ LIMITS = (
           "0.7.4 fp16:2974 has no branch for others", "backends.cute_dsl_rules"),
     Limit("cute-dsl", "query heads, at most", (CUTE_DSL_MAX_HEADS,),
           "0.6.12 fp16:3523; 0.7.4 fp16:4068", "backends.cute_dsl_rules"),
+    Limit("cute-dsl", "query tokens, at most, of old", (CUTE_DSL_SHORT_Q_LEN,),
+          "0.6.14 mla_config.py:179; 0.6.15 core:2123", "backends.cute_dsl_rules"),
     Limit("cute-dsl", "page sizes", CUTE_DSL_PAGE_SIZES,
           "0.6.12 fp16:3517; 0.7.4 fp16:4062 leaves out 1", "backends.cute_dsl_rules"),
     Limit("cute-dsl", "block tables in multiples of tokens", (TABLE_TOKENS,),
@@ -100,7 +115,7 @@ LIMITS = (
           "0.6.13 mla_decode.py:440", "sizes.check_workspace"),
     Limit("cute-dsl", "tiles of a launch, at most", (GRID_Y_MAX,),
           "0.6.16 mla_decode.py:44; CUDA's grid.y", "backends.cute_dsl_rules"),
-    Limit("cute-dsl", "query tokens with sinks, at most", (1,),
+    Limit("cute-dsl", "query tokens with sinks, at most", (CUTE_DSL_MAX_Q_LEN_WITH_SINKS,),
           "0.7.4 _cute_dsl_common.py:412: modular, no causal mask", "backends.cute_dsl_rules"),
     Limit("cute-dsl", "base of the LSE", (LSE_BASES["cute-dsl"],),
           "0.6.13 fp16:1459, fp8:1689", "routing.route"),
@@ -115,17 +130,21 @@ LIMITS = (
     Limit("trtllm-gen", "(kv_lora_rank, qk_rope_head_dim)", TRTLLM_GEN_DIMS,
           "0.6.12 core:94; 0.7.4 mla/_utils.py:40", "backends.trtllm_gen_rules"),
     Limit("trtllm-gen", "dtypes of query and cache", TRTLLM_GEN_DTYPES,
-          "0.7.4 core:3577; the host lets others through", "backends.trtllm_gen_rules"),
+          "flashinfer-cubin 0.6.13; 0.6.12 launcher:270", "backends.trtllm_gen_rules"),
     Limit("trtllm-gen", "bytes of counters in the workspace, of old", (TRTLLM_GEN_COUNTER_BYTES,),
           "0.6.12 launcher:225", "sizes.min_workspace_bytes"),
     Limit("trtllm-gen", "base of the LSE", (LSE_BASES["trtllm-gen"],),
           "0.6.12 lse.cuh:46", "routing.route"),
+    Limit("xqa", "compute capability, major", XQA_MAJORS,
+          "0.6.12 jit/xqa.py:188; 0.7.4 core:4314", "backends.xqa_rules"),
+    Limit("xqa", "query tokens, at most", (XQA_MAX_Q_LEN,),
+          "0.6.12 core:1195", "backends.xqa_rules"),
     Limit("xqa", "query heads", (XQA_HEADS,),
           "0.6.12 xqa.py:525; 0.7.4 xqa.py:623", "backends.xqa_rules"),
     Limit("xqa", "page sizes", XQA_PAGE_SIZES,
           "0.6.12 jit/xqa.py:165; 0.7.4 jit/xqa.py:209", "backends.xqa_rules"),
     Limit("xqa", "(kv_lora_rank, qk_rope_head_dim)", XQA_DIMS,
-          "0.6.12 xqa/mla_sm120.cu", "backends.xqa_rules"),
+          "0.6.12 jit/xqa.py:148", "backends.xqa_rules"),
     Limit("xqa", "dtypes of query and cache", XQA_DTYPES,
           "0.6.12 jit/xqa.py:150", "backends.xqa_rules"),
 )

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 
 from .abi import FlashInferABI
-from .backends import Config
+from .config import Config
 from .features import LseBase
 from .guards import Backend, dtype_name
-from .limits import TRTLLM_GEN_HEAD_TILES, XQA_HEADS
-from .probing import Binding, bind_kernel
+from .limits import FEW_HEADS, XQA_HEADS
+from .probing import Binding, bind_kernel, describe_kernel
 from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
 from .releases import newest
 from .routing import Route, route
+from .sizes import folded_tokens
 from .validation import invalid, require_int
 
 __all__ = ["Plan", "Settings", "bind", "check_dtypes", "check_settings", "make_plan"]
@@ -45,7 +46,7 @@ class Settings(NamedTuple):
     def config(self) -> Config:
         """Return the configuration as far as it is known: heads the backend has, one token."""
         return Config(
-            num_heads=XQA_HEADS if self.backend == "xqa" else TRTLLM_GEN_HEAD_TILES[0],
+            num_heads=XQA_HEADS if self.backend == "xqa" else FEW_HEADS,
             q_len=1,
             page_size=self.page_size,
             dtype=dtype_name(self.dtype),
@@ -135,16 +136,16 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
         out_dtype=out_dtype,
         strided_tables=path.may_run == ("cute-dsl",),
         whole_heads="cute-dsl" in path.may_run
-        and config.flattened().q_len > 1
-        and not abi.features.cute_dsl_sliced_heads,
+        and not abi.features.cute_dsl_sliced_heads
+        and folded_tokens(config.num_heads, config.flattened().q_len) > 1,
         xqa=path.backend == "xqa",
     )
 
 
 @lru_cache(maxsize=1)
 def _reference_binding() -> Binding:
-    # The reference takes the newest recorded release's keywords; a test holds it to that.
-    return Binding(reference_kernel, newest())
+    # By its own signature: a release that is recorded later may take other keywords.
+    return Binding(reference_kernel, describe_kernel(reference_kernel, newest().version))
 
 
 def bind(backend: str) -> Binding:

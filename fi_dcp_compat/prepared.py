@@ -242,7 +242,8 @@ class MLADecoder:
                 block_table_width=odd_width,
                 batch=large_batch,
             )
-            plan = self._plans[key] = make_plan(self._binding.abi, settings, config)
+            plan = make_plan(self._binding.abi, settings, config)
             if self._binding.genuine:  # a mock has none of FlashInfer's faults
-                warn_of(self._binding.abi, plan.route.backend)
+                warn_of(self._binding.abi, plan.route.backend, compact=layout.compact)
+            self._plans[key] = plan
         return plan

@@ -17,11 +17,13 @@ from .abi import (
     FlashInferABI,
     Parameter,
     parse_version,
+    takes_anything,
 )
 from .errors import InvalidInputError
 from .installed import (
     COMPANIONS,
     DEFINED_IN,
+    distribution_of,
     installed_distributions,
     package_folder,
     read_parameters,
@@ -115,7 +117,10 @@ def bind_kernel() -> Binding:
         from .failures import function_gone
 
         raise function_gone(str(getattr(module, "__file__", "flashinfer.decode")), _live_version())
-    return _bind(kernel)
+    try:
+        return _bind(kernel)
+    except TypeError:  # a stand-in that cannot be hashed
+        return _bind.__wrapped__(kernel)
 
 
 @lru_cache(maxsize=16)
@@ -125,7 +130,7 @@ def _bind(kernel: Kernel) -> Binding:
 
     abi = describe_kernel(kernel, _live_version())
     package = getattr(sys.modules.get("flashinfer"), "__path__", None)
-    code = getattr(inspect.unwrap(kernel), "__code__", None)
+    code = None if abi.unreadable else getattr(inspect.unwrap(kernel), "__code__", None)
     genuine = bool(package and code and Path(code.co_filename).is_relative_to(next(iter(package))))
     return Binding(kernel, abi, genuine=genuine)
 
@@ -136,11 +141,9 @@ def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
 
     parameters: tuple[Parameter, ...] = ()
     unreadable = ""
+    inner: object = kernel
     try:
         signature = inspect.signature(kernel)
-    except (TypeError, ValueError) as exc:
-        unreadable = f"{type(kernel).__name__}: {exc}"
-    else:
         parameters = tuple(
             Parameter(
                 parameter.name,
@@ -149,10 +152,13 @@ def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
             )
             for parameter in signature.parameters.values()
         )
-        if all(parameter.kind.startswith("VAR_") for parameter in parameters):
+        inner = inspect.unwrap(kernel)
+        if takes_anything(parameters):
             unreadable = f"{type(kernel).__name__} with the signature {signature}"
-            parameters = ()
-    inner = inspect.unwrap(kernel)
+    except Exception as exc:  # noqa: BLE001  # a stand-in may raise anything when it is asked
+        unreadable = f"{type(kernel).__name__}: {exc}"
+    if unreadable:
+        parameters = ()
     return _noted(
         FlashInferABI(
             version=version,
@@ -191,15 +197,17 @@ def _live_version() -> str:
     assumed = assumed_version()
     if assumed is not None:
         return assumed
-    version = getattr(sys.modules.get("flashinfer"), "__version__", None)
-    return _known_version(version if isinstance(version, str) else None)
+    module = sys.modules.get("flashinfer")
+    version = getattr(module, "__version__", None)
+    folder = next(iter(getattr(module, "__path__", ())), None)
+    return _known_version(version if isinstance(version, str) else None, folder)
 
 
-def _known_version(reported: str | None) -> str:
+def _known_version(reported: str | None, package: str | None) -> str:
     # A source build reports 0.0.0+unknown; its distribution may still know.
     if reported is not None and parse_version(reported) is not None:
         return reported
-    fallback = installed_distributions((DISTRIBUTION,)).get(DISTRIBUTION)
+    fallback = distribution_of(package, DISTRIBUTION)
     if fallback is not None and parse_version(fallback) is not None:
         return fallback
     return reported or "unknown"
@@ -234,7 +242,7 @@ def _companions() -> tuple[tuple[str, str], ...]:
 def installed_version() -> str:
     """Return the version of the FlashInfer on disk, whatever it is said to stand for."""
     package = package_folder()
-    return _known_version(None if package is None else written_version(package))
+    return _known_version(None if package is None else written_version(package), package)
 
 
 @lru_cache(maxsize=1)
@@ -251,12 +259,14 @@ def _static_abi() -> FlashInferABI:
         from .failures import function_gone
 
         raise function_gone(package, version)
+    anything = takes_anything(parameters)
     return _noted(
         FlashInferABI(
             version=version,
-            parameters=parameters,
+            parameters=() if anything else parameters,
             entry_point=entry_point,
             source="static",
             companions=_companions(),
+            unreadable="a function of *args and **kwargs" if anything else "",
         )
     )

@@ -50,7 +50,8 @@ def recorded(version: str) -> FlashInferABI:
             f"No FlashInfer release {version} is recorded.",
             found=f"{version!r}.",
             needed=f"one of {', '.join(known)}.",
-            fix="pass one of those, or probe() for the installed package.",
+            fix="pass one of those, or probe() for the installed package, or record it: "
+            "fi-dcp-compat releases --record.",
             argument="version",
             value=version,
         ) from exc
@@ -87,8 +88,9 @@ class Drift(NamedTuple):
     @property
     def note(self) -> str:
         """Which release the behaviour is taken from, and what is left at its default."""
-        note = f"not recorded; judged as {self.nearest.version}, the nearest release that is"
-        return f"{note}, its new {', '.join(self.added)} left alone" if self.added else note
+        note = f"not recorded; judged as {self.nearest.version}, the nearest recorded release"
+        new = ", ".join(self.added)
+        return f"{note}; its new {new} left at the default" if new else note
 
 
 def drift(abi: FlashInferABI) -> Drift | None:
@@ -162,7 +164,8 @@ def as_json(abis: Iterable[FlashInferABI]) -> str:
 def write(abis: Iterable[FlashInferABI]) -> None:
     """Replace what is recorded."""
     text = as_json(abis)
-    with open(DATA, "w", encoding="utf-8") as file:
+    with open(f"{DATA}.new", "w", encoding="utf-8") as file:
         file.write(text)
+    os.replace(f"{DATA}.new", DATA)  # an interruption must not leave half of them
     _data.cache_clear()
     _recorded.cache_clear()

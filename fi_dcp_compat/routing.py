@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .abi import FlashInferABI
-from .backends import Config
+from .config import Config
 from .errors import raise_first
 from .features import LseBase
 from .guards import backend_reasons, candidates, config_reasons

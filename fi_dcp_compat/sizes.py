@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from .abi import FlashInferABI
-from .backends import BACKENDS
+from .config import BACKENDS
 from .errors import InvalidInputError
 from .guards import Backend
 from .inputs import QueryLayout, Step
-from .limits import CUTE_DSL_TILE_ROWS, TRTLLM_GEN_COUNTER_BYTES
+from .limits import CUTE_DSL_TILE_ROWS, CUTE_DSL_WORKSPACE_DTYPES, TRTLLM_GEN_COUNTER_BYTES
 from .validation import POINTER_ALIGNMENT, describe, invalid, is_tensor, require_int
 
 __all__ = ["check_workspace", "counter_bytes", "min_workspace_bytes"]
@@ -31,6 +31,9 @@ def min_workspace_bytes(
     num_tokens: int | None = None,
 ) -> int:
     """Return the bytes below which FlashInfer refuses, or overruns, the workspace.
+
+    On trtllm-gen the scratch for KV splits comes on top, of a size that no release tells: stacks
+    allocate 128 MiB in all, 256 MiB with an LSE.
 
     On cute-dsl it is the need of the longest contexts, so that every rank of a DCP group, whose
     ``max_seq_len`` differ, needs the same.
@@ -90,19 +93,18 @@ def _cute_dsl_bytes(
         cap = 128 if features.splits_128 else 48 if features.splits_48 else 32
         splits = min(cap, max(1, sm_count // (2 * busy)))
     else:
-        # Up to 0.6.15 a tile holds whole query tokens, as many as divide q_len.
-        fold = 1
-        if features.cute_dsl_causal:
-            fold = max(
-                n
-                for n in range(1, q_len + 1)
-                if q_len % n == 0 and (n == 1 or num_heads * n <= CUTE_DSL_TILE_ROWS)
-            )
-        tiles = q_len // fold
+        # Up to 0.6.15 a tile holds whole query tokens.
+        tiles = q_len // (folded_tokens(num_heads, q_len) if features.cute_dsl_causal else 1)
         splits = min(32, max(1, sm_count // batch // (2 * tiles)))
     if splits == 1:
         return 0
     return batch * tiles * CUTE_DSL_TILE_ROWS * splits * _ROW_FLOATS * 4
+
+
+def folded_tokens(num_heads: int, q_len: int) -> int:
+    """Return the query tokens in one tile of cute-dsl up to 0.6.15: as many as divide `q_len`."""
+    fits = range(1, max(1, min(q_len, CUTE_DSL_TILE_ROWS // num_heads)) + 1)
+    return max(n for n in fits if q_len % n == 0)
 
 
 def counter_bytes(batch: int, num_heads: int, sm_count: int) -> int:
@@ -143,7 +145,8 @@ def check_workspace(
     buffer = step.workspace_buffer
     device = step.query.device
     cute_dsl = "cute-dsl" in backends
-    dtypes = {torch.int8} | ({torch.uint8} if abi.features.uint8_workspace else set())
+    dtypes = {getattr(torch, name) for name in CUTE_DSL_WORKSPACE_DTYPES}
+    dtypes |= {torch.uint8} if abi.features.uint8_workspace else set()
     if (
         not is_tensor(buffer)
         or buffer.device != device
@@ -156,6 +159,14 @@ def check_workspace(
         needed = f"a contiguous{of_dtype} tensor on {device}, {_WORKSPACE_ALIGNMENT}-byte aligned"
         fix = "allocate it once, zeroed: torch.zeros(bytes, dtype=torch.int8, device=...)"
         invalid("workspace_buffer", f"must be {needed}", buffer, needed, fix)
+    counted = TRTLLM_GEN_COUNTER_BYTES // 4
+    if (
+        "trtllm-gen" in backends
+        and not abi.features.counters_apart
+        and layout.batch * layout.num_heads > counted
+    ):
+        needed = f"at most {counted} (request, head) pairs on {abi.describe()}"
+        invalid("query", f"must have {needed}", step.query, needed, "split the batch")
     if layout.batch and (sm_count is not None or backend != "cute-dsl"):
         need = _needed_bytes(
             backend,

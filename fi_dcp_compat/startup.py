@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from .abi import FlashInferABI, interleave_reason
 from .errors import FlashInferCompatError, InvalidInputError
 from .guards import Backend, check
-from .limits import CUTE_DSL_PAGE_SIZES, TRTLLM_GEN_PAGE_SIZES
+from .limits import AUTO_BACKENDS, CUTE_DSL_PAGE_SIZES, FEW_HEADS, TRTLLM_GEN_PAGE_SIZES
 from .probing import probe
 from .releases import newest
 
@@ -56,19 +56,31 @@ class Capabilities:
 
 def capabilities(abi: FlashInferABI) -> Capabilities:
     """Return what `decode_mla` can do on `abi`."""
-    features = abi.features
-    runs = features.return_lse and not abi.unreadable
+
+    def runs(dcp_world_size: int = 1, *, varlen: bool = False, return_lse: bool = False) -> bool:
+        return not check(
+            abi,
+            num_heads=FEW_HEADS,
+            q_len=2,
+            page_size=TRTLLM_GEN_PAGE_SIZES[-1],
+            dtype="bfloat16",
+            dcp_world_size=dcp_world_size,
+            varlen=varlen,
+            return_lse=return_lse,
+        )
+
+    dcp = runs(2)
     return Capabilities(
         lse_base_on_e=True,
-        can_return_lse_for_decode=runs,
-        supports_dcp=features.native_dcp,
-        supports_dcp_with_varlen=features.native_dcp,
-        supports_dcp_compact_varlen=features.native_dcp and features.varlen_dcp,
+        can_return_lse_for_decode=runs(return_lse=True),
+        supports_dcp=dcp,
+        supports_dcp_with_varlen=dcp,
+        supports_dcp_compact_varlen=runs(2, varlen=True),
         supports_non_causal_dcp=False,
-        query_len_support="varlen" if features.compact_queries else "uniform",
-        page_sizes=CUTE_DSL_PAGE_SIZES if runs else (),
-        dcp_page_sizes=CUTE_DSL_PAGE_SIZES if features.native_dcp else (),
-        compute_capability_majors=(10, 12) if runs else (),
+        query_len_support="varlen" if runs(varlen=True) else "uniform",
+        page_sizes=CUTE_DSL_PAGE_SIZES if runs() else (),
+        dcp_page_sizes=CUTE_DSL_PAGE_SIZES if dcp else (),
+        compute_capability_majors=tuple(AUTO_BACKENDS) if runs() else (),
     )
 
 

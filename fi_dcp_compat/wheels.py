@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,13 @@ __all__ = ["available", "changes", "fetch", "read_wheel", "record", "verify"]
 
 def available() -> tuple[str, ...]:
     """Return the final releases on pip's index from the first recorded one on, oldest first."""
-    listed = re.search(r"^Available versions: (.+)$", _pip("index", "versions", DISTRIBUTION), re.M)
+    text = _pip("index", "versions", DISTRIBUTION)
+    listed = re.search(r"^Available versions: (.+)$", text, re.MULTILINE)
+    if listed is None:
+        raise _no_pip("index", f"no list of versions in {text!r}.")
     oldest = Version(recorded_versions()[0])
-    versions = sorted(Version(version) for version in listed[1].split(", ")) if listed else []
-    return tuple(str(version) for version in versions if version >= oldest)
+    versions = sorted(Version(version) for version in listed[1].split(", "))
+    return tuple(str(v) for v in versions if v >= oldest and v.local is None)
 
 
 def fetch(version: str, folder: Path) -> Path:
@@ -41,21 +45,16 @@ def fetch(version: str, folder: Path) -> Path:
         pip cannot find or download it.
     """
     name = DISTRIBUTION.replace("-", "_")
-    wheel = folder / f"{name}-{version}-py3-none-any.whl"
-    if not wheel.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Renamed when whole: an interrupted download must not pass for a wheel.
-        with tempfile.TemporaryDirectory(dir=folder) as partial:
-            _pip(
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary=:all:",
-                f"--dest={partial}",
-                f"{DISTRIBUTION}=={version}",
-            )
-            (downloaded,) = Path(partial).glob("*.whl")
-            os.replace(downloaded, wheel)
+    for wheel in folder.glob(f"{name}-{version}-*.whl"):
+        return wheel
+    folder.mkdir(parents=True, exist_ok=True)
+    # Moved when whole: an interrupted download must not pass for a wheel.
+    with tempfile.TemporaryDirectory(dir=folder) as partial:
+        wanted = f"{DISTRIBUTION}=={version}"
+        _pip("download", "--no-deps", "--only-binary=:all:", f"--dest={partial}", wanted)
+        (downloaded,) = Path(partial).glob("*.whl")
+        wheel = folder / downloaded.name
+        os.replace(downloaded, wheel)
     return wheel
 
 
@@ -70,19 +69,25 @@ def _kept_in(folder: Path | None) -> Iterator[Path]:
 
 
 def _pip(*arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", *arguments]
+    quiet = ("--no-input", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", *quiet, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise FlashInferNotFoundError(
-            f"pip {arguments[0]} failed.",
-            found=f"{lines[-1]} ({' '.join(command)}).",
-            needed=f"pip for {sys.executable}, and an index with {DISTRIBUTION}.",
-            fix="python -m ensurepip if pip is missing; or put the wheels into a folder and pass "
-            "--wheels.",
-            argument="pip",
-        )
+        errors = [line for line in lines if line.startswith("ERROR")]
+        raise _no_pip(arguments[0], f"{(errors or lines)[-1]} ({' '.join(command)}).")
     return done.stdout
+
+
+def _no_pip(verb: str, found: str) -> FlashInferNotFoundError:
+    return FlashInferNotFoundError(
+        f"pip {verb} failed.",
+        found=found,
+        needed=f"pip for {sys.executable}, and an index with {DISTRIBUTION}.",
+        fix="python -m ensurepip if pip is missing; or put the wheels into a folder, and pass it "
+        "as --wheels with the versions.",
+        argument="pip",
+    )
 
 
 def read_wheel(wheel: Path) -> FlashInferABI:
@@ -96,18 +101,24 @@ def read_wheel(wheel: Path) -> FlashInferABI:
                 for name in DEFINED_IN
                 if f"flashinfer/{name}" in names
             }
-    except zipfile.BadZipFile as exc:
-        raise _no_record(wheel, f"{wheel}: {exc}.", "delete it, and run again.") from exc
-    parameters, entry_point = read_parameters(texts)
+        parameters, entry_point = read_parameters(texts)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as exc:
+        # A RuntimeError is an encrypted archive, or a file that is no Python.
+        found = getattr(exc, "found", f"{exc}.")
+        raise _no_record("cannot be read", wheel, found, "delete it, and run again.") from exc
     if not parameters:
-        found = f"a wheel of {DISTRIBUTION} {version} without it."
-        raise _no_record(wheel, found, "record another release.")
+        raise _no_record(
+            "does not define the MLA decode function",
+            wheel,
+            f"{DISTRIBUTION} {version} without it in {' and '.join(DEFINED_IN)}.",
+            "name the module that has it in fi_dcp_compat.installed.DEFINED_IN, or report it.",
+        )
     return FlashInferABI(version=version, parameters=parameters, entry_point=entry_point)
 
 
-def _no_record(wheel: Path, found: str, fix: str) -> FlashInferVersionError:
+def _no_record(problem: str, wheel: Path, found: str, fix: str) -> FlashInferVersionError:
     return FlashInferVersionError(
-        f"{wheel.name} does not define the MLA decode function.",
+        f"{wheel.name} {problem}.",
         found=found,
         needed=f"a wheel of {recorded_versions()[0]} or newer.",
         fix=fix,
@@ -162,23 +173,24 @@ _CALLS: dict[str, _Config] = {
 def verify(versions: Sequence[str], folder: Path | None) -> Iterator[tuple[str, list[str]]]:
     """Yield each of `versions` (none: all) with the ways in which its wheel is not the record.
 
-    Without `versions` the index must list what is recorded and nothing else, and releases.json
-    must be what `record` writes.
+    Without `versions` all that the index lists must be recorded, all that is recorded must be
+    there to be had, and releases.json must be what `record` writes.
     """
     known = recorded_versions()
-    listed = tuple(versions) or available()
+    listed = tuple(versions) or tuple(sorted({*available(), *known}, key=Version))
     abis: list[FlashInferABI] = []
     with _kept_in(folder) as kept:
         for version in listed:
-            if version in known:
-                abis.append(read_wheel(fetch(version, kept)))
-                yield version, changes(recorded(version), abis[-1])
-            else:
+            if version not in known:
                 yield version, [f"not recorded; fi-dcp-compat releases --record {version}"]
-    if versions:
-        return
-    yield from ((version, ["not on the index"]) for version in known if version not in listed)
-    if as_json(abis) != Path(DATA).read_text(encoding="utf-8"):
+                continue
+            try:  # a yanked release is not listed any more, but can be had by its number
+                abis.append(read_wheel(fetch(version, kept)))
+            except FlashInferNotFoundError as exc:
+                yield version, [f"recorded, but not to be had: {exc.found}"]
+                continue
+            yield version, changes(recorded(version), abis[-1])
+    if not versions and as_json(abis) != Path(DATA).read_text(encoding="utf-8"):
         yield "releases.json", ["not as --record writes it from these wheels"]
 
 
@@ -192,6 +204,16 @@ def record(versions: Sequence[str], folder: Path | None) -> Iterator[str]:
     if not wanted:
         yield f"Nothing to record: {known[-1]} is the newest release on the index."
         return
+    for version in wanted:
+        if Version(version).is_prerelease:
+            raise FlashInferVersionError(
+                f"{version} is no final release.",
+                found=f"{version!r}.",
+                needed="a final or post release: nightlies and candidates change.",
+                fix="record the release itself; decode_mla judges others by their signature.",
+                argument="version",
+                value=version,
+            )
     with _kept_in(folder) as kept:
         new = {version: read_wheel(fetch(version, kept)) for version in wanted}
     abis = {version: recorded(version) for version in known} | new
@@ -208,5 +230,6 @@ def record(versions: Sequence[str], folder: Path | None) -> Iterator[str]:
                 new[version], num_heads=128, q_len=1, page_size=64, dtype="bfloat16", **config
             )
             yield f"  decode_mla {call}: {reasons[0].summary if reasons else 'runs'}"
-    yield "Next: pytest -m releases, which runs their own host code. What no signature shows is"
-    yield "taken from the release before until a row of features.py says otherwise."
+    yield "What no signature shows is taken from the release before until a row of features.py says"
+    yield "otherwise. Next, in a checkout: pytest -m releases runs their own host code; the tests,"
+    yield "README and CHANGELOG that name the newest release need its name."

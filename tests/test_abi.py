@@ -205,8 +205,15 @@ def test_an_abi_is_a_frozen_value() -> None:
     abi = recorded("0.7.4")
     assert hash(abi) == hash(abi._replace())
     assert pickle.loads(pickle.dumps(abi)) == abi
-    with pytest.raises(AttributeError, match="can't set attribute"):
-        abi.version = "0.6.17"  # type: ignore[misc]
+    features = abi.features
+    for name in ("version", "features", "other"):
+        with pytest.raises(AttributeError, match=rf"read-only; _replace\({name}=...\)"):
+            setattr(abi, name, None)
+    assert abi.features is features
+    assert repr(abi._replace(note="x")) == (
+        "FlashInferABI(version='0.7.4', entry_point='flashinfer.mla._core:"
+        "trtllm_batch_decode_with_kv_cache_mla', source='recorded', note='x')"
+    )
 
 
 def test_lacks_names_the_missing_in_the_order_asked() -> None:
@@ -279,7 +286,8 @@ WORDING = [
         "Found: flashinfer-python 0.7.4, whose function lacks cp_rank.\n"
         "Needed: a function with enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, as "
         "0.6.17 and newer have.\n"
-        'Fix: pip install --force-reinstall "flashinfer-python>=0.6.17", or call with dcp=None.',
+        'Fix: pip install --force-reinstall "flashinfer-python==0.7.4" if it was patched, or '
+        "install another release from 0.6.17 on, or call with dcp=None.",
         id="a keyword gone",
     ),
 ]
@@ -327,7 +335,9 @@ def test_a_reason_names_the_release_of_its_row_and_the_found_one(row: Any) -> No
     assert reason.error is FlashInferVersionError
     assert reason.summary == f"this needs FlashInfer's {row.what}."
     assert reason.found.startswith(f"flashinfer-python {old}")
-    assert reason.needed == f"{row.since} or newer ({row.evidence.partition(';')[0]})."
+    thread = row.evidence.partition(";")[0]
+    shown = f" ({thread})" if thread.startswith("#") else ""
+    assert reason.needed == f"{row.since} or newer{shown}."
     assert f'pip install -U "flashinfer-python>={row.since}"' in reason.fix
     assert reason.fix.endswith(", or do that.")
     for text in (reason.found, reason.needed, reason.fix):

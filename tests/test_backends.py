@@ -13,7 +13,8 @@ from fi_dcp_compat import (
     check,
     recorded,
 )
-from fi_dcp_compat.backends import BACKENDS, RULES, Config
+from fi_dcp_compat.backends import RULES
+from fi_dcp_compat.config import BACKENDS, Config
 from tests.support import DCP_RELEASES, RELEASES
 from tests.test_guards import (
     Fault,
@@ -42,7 +43,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' on compute capability 10.7 needs FlashInfer's cute-dsl "
         "kernels for 10.7.",
         "flashinfer-python 0.6.17.",
-        "0.6.18 or newer (0.6.18 mla_decode_fp16.py:3153).",
+        "0.6.18 or newer.",
         "pip install -U \"flashinfer-python>=0.6.18\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, DCP on 10.7": Fault(
@@ -52,7 +53,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' on compute capability 10.7 needs FlashInfer's cute-dsl "
         "kernels for 10.7.",
         "flashinfer-python 0.6.17.",
-        "0.6.18 or newer (0.6.18 mla_decode_fp16.py:3153).",
+        "0.6.18 or newer.",
         'pip install -U "flashinfer-python>=0.6.18".',
     ),
     "cute-dsl, fp8 cache": Fault(
@@ -117,7 +118,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' with cum_seq_lens_q needs FlashInfer's compact "
         "variable-length queries on cute-dsl.",
         "flashinfer-python 0.6.15.",
-        "0.6.16 or newer (0.6.16 core:3133).",
+        "0.6.16 or newer.",
         "pip install -U \"flashinfer-python>=0.6.16\", or pass backend='trtllm-gen'.",
     ),
     "cute-dsl, LSE": Fault(
@@ -192,7 +193,7 @@ FAULTS: dict[str, Fault] = {
         "backend='trtllm-gen' on compute capability 10.7 needs FlashInfer's trtllm-gen "
         "kernels for 10.7.",
         "flashinfer-python 0.6.15.",
-        "0.6.16 or newer (0.6.16 fmhaRunner.cuh:37).",
+        "0.6.16 or newer.",
         'pip install -U "flashinfer-python>=0.6.16".',
     ),
     "trtllm-gen, fp8 cache": Fault(
@@ -246,7 +247,7 @@ FAULTS: dict[str, Fault] = {
         FlashInferVersionError,
         "decode_mla(cum_seq_lens_q=...) needs FlashInfer's compact variable-length queries.",
         "flashinfer-python 0.6.13, whose function lacks cum_seq_lens_q, max_q_len.",
-        "0.6.14 or newer (0.6.14 core:2861).",
+        "0.6.14 or newer.",
         'pip install -U "flashinfer-python>=0.6.14".',
     ),
     "trtllm-gen, compact with KV splits": Fault(
@@ -254,9 +255,9 @@ FAULTS: dict[str, Fault] = {
         {"backend": "trtllm-gen", "varlen": True, "q_len": 2, "num_heads": 64},
         FlashInferVersionError,
         "backend='trtllm-gen' with more than 32 heads and cum_seq_lens_q needs FlashInfer's "
-        "reduction of KV splits by each request's own query length on trtllm-gen.",
+        "reduction of KV splits request by request.",
         "flashinfer-python 0.6.17.",
-        "0.6.18 or newer (0.6.18 fmhaReduction.cu:98).",
+        "0.6.18 or newer.",
         "pip install -U \"flashinfer-python>=0.6.18\", or pass backend='cute-dsl'.",
     ),
     "trtllm-gen, tensor scale with KV splits": Fault(
@@ -264,9 +265,9 @@ FAULTS: dict[str, Fault] = {
         {"backend": "trtllm-gen", "tensor_scales": True, "num_heads": 48},
         FlashInferVersionError,
         "backend='trtllm-gen' with more than 32 heads and a tensor bmm1_scale needs FlashInfer's "
-        "tensor bmm1_scale in the reduction of KV splits on trtllm-gen.",
+        "tensor bmm1_scale in the reduction of KV splits.",
         "flashinfer-python 0.6.13.",
-        "0.6.14 or newer (0.6.14 fmhaReduction.cu:130).",
+        "0.6.14 or newer.",
         'pip install -U "flashinfer-python>=0.6.14".',
     ),
     "trtllm-gen, compact LSE": Fault(

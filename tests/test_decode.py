@@ -306,6 +306,7 @@ SLICED = [
     ("0.6.13", "auto", 2, False),
     ("0.6.13", "trtllm-gen", 2, True),
     ("0.6.15.post1", "cute-dsl", 4, False),
+    ("0.6.15.post1", "cute-dsl", 5, False),
     ("0.6.16", "cute-dsl", 4, True),
     ("0.7.4", "cute-dsl", 4, True),
 ]

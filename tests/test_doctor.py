@@ -224,8 +224,8 @@ def test_a_release_that_is_not_recorded_is_noted(site: Site) -> None:
     assert diagnosis.native_dcp
     assert diagnosis.notes == [
         Finding(
-            "flashinfer-python 0.7.5 is not recorded; judged as 0.7.4, the nearest release that "
-            "is, its new tile left alone.",
+            "flashinfer-python 0.7.5 is not recorded; judged as 0.7.4, the nearest recorded "
+            "release; its new tile left at the default.",
             "update fi-dcp-compat once it records that release.",
         )
     ]
@@ -689,6 +689,7 @@ def test_the_json_says_what_the_text_says(
     }
     (leak,) = diagnosis.notes
     assert "flashinfer-python 0.6.15: each uniform call adds an entry" in leak.problem
+    assert leak.problem.endswith("for milliseconds (#3970).")
     assert leak.fix == "upgrade to 0.6.15.post1 or newer."
 
 

@@ -19,6 +19,7 @@ from fi_dcp_compat import (
     FlashInferCompatError,
     FlashInferSignatureError,
     FlashInferVersionError,
+    InvalidInputError,
     Parameter,
     UnsupportedConfigError,
     check,
@@ -409,7 +410,8 @@ FAULTS: dict[str, Fault] = {
         "flashinfer-python 0.7.4, whose function lacks cp_rank.",
         "a function with enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, as "
         "0.6.17 and newer have.",
-        'pip install --force-reinstall "flashinfer-python>=0.6.17", or call with dcp=None.',
+        'pip install --force-reinstall "flashinfer-python==0.7.4" if it was patched, or install '
+        "another release from 0.6.17 on, or call with dcp=None.",
     ),
     "a lost core keyword": Fault(
         "0.7.4 without seq_lens",
@@ -424,7 +426,7 @@ FAULTS: dict[str, Fault] = {
         "cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, "
         "sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, "
         "causal_seqlens_kv_global, use_fp16_softmax, return_lse_base).",
-        "the parameters of a recorded release, without more required ones.",
+        "the parameters of a recorded release, and no further required ones.",
         "install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat.",
     ),
     "a new required parameter": Fault(
@@ -440,7 +442,7 @@ FAULTS: dict[str, Fault] = {
         "cum_seq_lens_q, max_q_len, multi_ctas_kv_counter_buffer, "
         "sparse_mla_top_k_lens, enable_dcp, cp_world, cp_rank, "
         "causal_seqlens_kv_global, use_fp16_softmax, return_lse_base, kv_layout).",
-        "the parameters of a recorded release, without more required ones.",
+        "the parameters of a recorded release, and no further required ones.",
         "install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat.",
     ),
     "an unreadable signature": Fault(
@@ -598,6 +600,27 @@ def test_every_backend_can_be_prepared(backend: str) -> None:
     config = config_of(backend, num_heads=128)
     assert check(recorded("0.7.4"), **config) == ()
     assert prepared_runs(recorded("0.7.4"), config)
+
+
+SWITCHES = ("causal", "varlen", "return_lse", "sinks", "skip_softmax", "tensor_scales")
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", [None, 1, "yes", torch.ones(4)], ids=lambda v: type(v).__name__)
+def test_check_names_a_switch_that_is_none(name: str, value: Any) -> None:
+    config = config_of() | {name: value}
+    reasons = check(recorded("0.7.4"), **config)
+    assert [(r.error, r.argument) for r in reasons] == [(UnsupportedConfigError, name)]
+    assert reasons[0].summary == f"{name} must be a bool."
+    assert supports_combination(num_heads=16, dtype="bfloat16", **{name: value}) is not None
+
+
+def test_check_wants_an_abi() -> None:
+    with pytest.raises(InvalidInputError, match="abi must be a FlashInferABI") as raised:
+        check("0.6.17", **config_of())  # type: ignore[arg-type]  # no ABI
+    assert raised.value.found == "'0.6.17'."
+    said = supports_combination(num_heads=16, dtype="bfloat16", abi="0.6.17")  # type: ignore[arg-type]
+    assert said is not None
 
 
 NUMBERS = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
@@ -895,7 +918,7 @@ def assert_versions_known(fault: Fault) -> None:
     since = {row.since for row in FEATURES}
     noted = {v for row in (*FEATURES, *LIMITS) for v in VERSION.findall(row.evidence)}
     for reason in check(abi_of(fault.abi), **config_of(**fault.changes)):
-        assert set(VERSION.findall(reason.fix)) <= since
+        assert set(VERSION.findall(reason.fix)) <= since | {abi_of(fault.abi).version}
         assert set(VERSION.findall(reason.needed)) <= since | noted
 
 

@@ -232,6 +232,18 @@ def test_a_default_is_written_as_repr_writes_its_value(written: str, default: st
     assert parameters_of(text) == (Parameter("query", default),)
 
 
+def test_the_last_definition_counts_as_for_python() -> None:
+    overload = f"@overload\ndef {FUNCTION}(\n    query: int,\n    old,\n): ...\n\n\n"
+    real = header(recorded("0.7.4").parameters)
+    assert parameters_of(overload + real) == recorded("0.7.4").parameters
+
+
+def test_what_looks_like_the_end_of_a_header_is_no_end() -> None:
+    text = f"def {FUNCTION}(\n    query,\n) -> tuple[\n    int,\n]:\n    ...\n\n\n"
+    text += 'X = """\n) oops:\n"""\n'
+    assert [p.name for p in parameters_of(text)] == ["query"]
+
+
 def test_the_module_is_the_file_that_defines_it() -> None:
     source = header(recorded("0.7.4").parameters)
     star_import = "from ._core import *\n"

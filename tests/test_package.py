@@ -29,7 +29,7 @@ TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) f
 # Each layer may import those above it in this list, and its own without a circle.
 LAYERS = (
     ("errors",),
-    ("limits", "features", "validation"),
+    ("limits", "features", "config", "validation"),
     ("abi", "dcp", "lse"),
     (
         "known_issues",
@@ -46,6 +46,7 @@ LAYERS = (
     ("routing",),
     ("plans", "launch", "debug", "prepared"),
     ("decode", "startup"),
+    ("arguments", "distributed"),
     ("testing", "demo", "doctor", "wheels", "catalogue", "cli", "__main__"),
 )
 TABLES = ("features", "limits", "known_issues")
@@ -61,6 +62,7 @@ TORCH_FREE = (
     "failures",
     "releases",
     "probing",
+    "config",
     "backends",
     "guards",
     "startup",

@@ -30,6 +30,7 @@ from fi_dcp_compat import (
     check,
     probe,
     recorded,
+    supports_combination,
 )
 from fi_dcp_compat.abi import FUNCTION
 from fi_dcp_compat.features import DCP_KEYWORDS
@@ -37,7 +38,7 @@ from fi_dcp_compat.probing import bind_kernel
 from fi_dcp_compat.releases import recorded_versions
 from fi_dcp_compat.testing import use_kernel
 from tests.fakes import Site, answer_of, fake_site
-from tests.support import mock_kernel, signature
+from tests.support import mock_kernel, signature, stub_result
 
 CUBIN_MISMATCH = (
     "flashinfer-cubin version (0.6.13) does not match flashinfer version (0.6.15). "
@@ -242,7 +243,8 @@ def test_the_companion_wheels_are_reported(static: bool, site: Site) -> None:
 def test_a_release_that_is_not_recorded_says_what_it_is_judged_as(static: bool, site: Site) -> None:
     site.flashinfer("0.7.5", parameters=(*recorded("0.7.4").parameters, Parameter("tile", "64")))
     assert probe(static=static).note == (
-        "not recorded; judged as 0.7.4, the nearest release that is, its new tile left alone"
+        "not recorded; judged as 0.7.4, the nearest recorded release; its new tile left at the "
+        "default"
     )
 
 
@@ -749,6 +751,78 @@ def test_the_package_says_its_version_before_the_distribution_does(
 ) -> None:
     site.flashinfer("0.7.1", like="0.7.1", distribution="0.7.4")
     assert probe(static=static).version == "0.7.1"
+
+
+def test_a_distribution_elsewhere_says_nothing_of_a_source_tree(site: Site, tmp_path: Path) -> None:
+    # A checkout on the path, in front of what is installed.
+    checkout = Site(tmp_path / "checkout")
+    checkout.flashinfer(None, like="0.6.18", distribution=None)
+    site.distribution("flashinfer-python", "0.7.4")
+    sys.path.insert(0, str(checkout.folder))
+    importlib.invalidate_caches()
+    for static in (True, False):
+        abi = probe(static=static)
+        assert abi.release is None
+        assert not abi.features.varlen_dcp
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["live", "static"])
+def test_an_editable_install_knows_its_version(static: bool, site: Site, tmp_path: Path) -> None:
+    checkout = Site(tmp_path / "checkout")
+    checkout.flashinfer(None, like="0.7.0", distribution=None)
+    site.distribution("flashinfer-python", "0.7.0")
+    direct = '{"dir_info": {"editable": true}, "url": "file:///checkout"}'
+    site.write("flashinfer_python-0.7.0.dist-info/direct_url.json", direct)
+    sys.path.append(str(checkout.folder))
+    importlib.invalidate_caches()
+    assert probe(static=static).version == "0.7.0"
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["live", "static"])
+def test_a_function_of_anything_is_unknown(static: bool, site: Site) -> None:
+    site.flashinfer("0.7.4")
+    text = f"def {FUNCTION}(*args, **kwargs): ...\n"
+    site.write("flashinfer/mla/_core.py", text)
+    abi = probe(static=static)
+    assert abi.parameters == ()
+    assert abi.unreadable
+    with pytest.raises(FlashInferVersionError, match="cannot tell what this kernel takes"):
+        abi.require_native_dcp()
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]  # as a dataclass has it
+
+    def __call__(self, **arguments: Any) -> Any:
+        return stub_result(**arguments)
+
+
+class Raising:
+    @property
+    def __signature__(self) -> Any:
+        raise RuntimeError("no signature today")
+
+    def __call__(self, **arguments: Any) -> Any: ...
+
+
+def wraps_itself(**arguments: Any) -> Any: ...
+
+
+wraps_itself.__wrapped__ = wraps_itself  # type: ignore[attr-defined]  # a circle
+
+
+@pytest.mark.parametrize("stand_in", [Unhashable(), Raising(), wraps_itself], ids=repr)
+def test_an_odd_callable_is_unknown_and_no_crash(
+    stand_in: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.flashinfer("0.7.4")
+    decode = importlib.import_module("flashinfer.decode")
+    monkeypatch.setattr(decode, FUNCTION, stand_in)
+    abi = probe()
+    assert abi.unreadable
+    assert supports_combination(num_heads=16, dtype="bfloat16", dcp_world_size=8) is not None
+    with pytest.raises(FlashInferVersionError, match="cannot tell what this kernel takes"):
+        abi.require_native_dcp()
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["live", "static"])

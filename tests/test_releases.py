@@ -129,7 +129,8 @@ def test_a_release_that_is_not_recorded_is_refused(version: str) -> None:
         f"No FlashInfer release {version} is recorded.\n"
         f"Found: {version!r}.\n"
         f"Needed: one of {', '.join(VERSIONS)}.\n"
-        "Fix: pass one of those, or probe() for the installed package."
+        "Fix: pass one of those, or probe() for the installed package, or record it: "
+        "fi-dcp-compat releases --record."
     )
     assert raised.value.argument == "version"
     assert raised.value.value == version
@@ -227,7 +228,7 @@ def test_a_local_version_is_its_release(version: str) -> None:
 def test_the_nearest_is_the_newest_that_is_not_newer(version: str, nearest: str) -> None:
     found = drift(unrecorded(version, like=nearest))
     assert found == Drift(recorded(nearest), (), (), ())
-    assert found.note == f"not recorded; judged as {nearest}, the nearest release that is"
+    assert found.note == f"not recorded; judged as {nearest}, the nearest recorded release"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,8 @@ def test_new_optional_parameters_are_left_alone_and_noted() -> None:
     assert found is not None
     assert found.added == ("tile",)
     assert found.note == (
-        "not recorded; judged as 0.7.4, the nearest release that is, its new tile left alone"
+        "not recorded; judged as 0.7.4, the nearest recorded release; its new tile left at the "
+        "default"
     )
     with use_kernel(mock_of(abi), abi):
         decode_mla(**call())
@@ -274,7 +276,8 @@ def test_a_new_required_parameter_is_named(version: str, config: dict[str, Any])
     assert str(reason) == (
         "trtllm_batch_decode_with_kv_cache_mla newly requires layout.\n"
         f"Found: {abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).\n"
-        "Needed: the parameters of 0.7.4, the nearest recorded one, without more required ones.\n"
+        "Needed: the parameters of 0.7.4, the nearest recorded release, and no further required "
+        "ones.\n"
         "Fix: install a flashinfer-python that fi-dcp-compat records, or update fi-dcp-compat."
     )
     kernel = mock_of(abi)
@@ -292,6 +295,26 @@ def test_a_missing_parameter_is_named_whether_it_is_used_or_not(lost: str) -> No
         assert {reason.error for reason in found} == {FlashInferSignatureError}
         assert all(lost in reason.summary + reason.found for reason in found)
         assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", ["POSITIONAL_ONLY", "VAR_KEYWORD"])
+@pytest.mark.parametrize("name", ["query", "bmm2_scale"])
+def test_a_parameter_that_no_keyword_reaches_is_missing(name: str, kind: str) -> None:
+    abi = recorded("0.7.4")
+    rows = tuple(p._replace(kind=kind) if p.name == name else p for p in abi.parameters)
+    found = reasons(abi._replace(parameters=rows), return_lse=True)
+    assert {reason.error for reason in found} == {FlashInferSignatureError}
+    assert f"has lost {name}." in found[0].summary
+
+
+@pytest.mark.parametrize("version", ["0.7.4", "0.8.0", "0.0.0+unknown", "0.6.17rc1"])
+def test_dcp_needs_the_keyword_of_the_lse_too(version: str) -> None:
+    abi = unrecorded(version, lost="return_lse")
+    found = reasons(abi, dcp_world_size=8)
+    assert {reason.error for reason in found} == {FlashInferSignatureError}
+    assert found[0].summary == "trtllm_batch_decode_with_kv_cache_mla has lost return_lse."
+    with use_kernel(mock_of(abi), abi), pytest.raises(FlashInferSignatureError, match="return_lse"):
+        decode_mla(**call(dcp=dcp_of()))
 
 
 def test_a_missing_parameter_says_how_to_go_on() -> None:

@@ -16,7 +16,7 @@ from fi_dcp_compat import (
     prepare_decode_mla,
     recorded,
 )
-from fi_dcp_compat.backends import Config
+from fi_dcp_compat.config import Config
 from fi_dcp_compat.features import LseBase
 from fi_dcp_compat.routing import Route, route
 from fi_dcp_compat.testing import use_kernel

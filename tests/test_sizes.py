@@ -368,3 +368,25 @@ def test_an_empty_batch_needs_no_workspace(version: str, backend: str) -> None:
         backend=backend,
     )
     run(empty, abi=recorded(version)).assert_not_called()
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.6.14", True), ("0.6.15", False)])
+def test_more_pairs_than_there_are_counters_are_refused(version: str, refused: bool) -> None:
+    batch = 8192 * 256 // 128 + 1
+    # As wide as that without the memory: the kernel is a mock.
+    query = torch.zeros(1, 1, 128, 576, dtype=torch.bfloat16).expand(batch, -1, -1, -1)
+    given = call(batch=1, heads=128) | {
+        "query": query,
+        "block_tables": torch.zeros(batch, 2, dtype=torch.int32),
+        "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
+        "backend": "trtllm-gen",
+    }
+    kernel = MagicMock(return_value=torch.zeros(1, dtype=torch.bfloat16).expand(batch * 128 * 512))
+    with use_kernel(kernel, recorded(version)):
+        if refused:
+            with pytest.raises(InvalidInputError, match="at most 2097152") as raised:
+                decode_mla(**given)
+            assert raised.value.fix == "split the batch."
+            kernel.assert_not_called()
+        else:
+            decode_mla(**given)

@@ -16,6 +16,7 @@ from packaging.version import Version
 from fi_dcp_compat import (
     FlashInferABI,
     InvalidInputError,
+    Parameter,
     UnsupportedConfigError,
     capabilities,
     check,
@@ -370,3 +371,23 @@ def test_capabilities_are_a_frozen_value() -> None:
     assert found == capabilities(recorded("0.7.4"))
     with pytest.raises(FrozenInstanceError, match="supports_dcp"):
         found.supports_dcp = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "abi",
+    [
+        recorded("0.7.4")._replace(
+            version="0.8.0", parameters=(*recorded("0.7.4").parameters, Parameter("layout", None))
+        ),
+        recorded("0.7.4")._replace(parameters=recorded("0.7.4").parameters[1:]),
+        recorded("0.6.17")._replace(version="0.8.0"),
+    ],
+    ids=["a new required parameter", "no query", "0.6.17's function as 0.8.0"],
+)
+def test_a_function_that_check_refuses_is_capable_of_nothing(abi: FlashInferABI) -> None:
+    able = capabilities(abi)
+    assert not able.supports_dcp
+    assert not able.supports_dcp_compact_varlen
+    assert not able.can_return_lse_for_decode
+    assert able.query_len_support == "uniform"
+    assert able.page_sizes == able.dcp_page_sizes == able.compute_capability_majors == ()

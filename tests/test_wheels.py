@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,26 +16,34 @@ from fi_dcp_compat import (
     FlashInferVersionError,
     Parameter,
     check,
+    decode_mla,
+    plans,
     recorded,
 )
 from fi_dcp_compat import releases as records
 from fi_dcp_compat import wheels as module
+from fi_dcp_compat.abi import FUNCTION
 from fi_dcp_compat.cli import main
 from fi_dcp_compat.releases import recorded_versions, write
 from fi_dcp_compat.wheels import available, changes, fetch, read_wheel
 from tests.fakes import header
+from tests.support import call, dcp_of
 
 VERSIONS = recorded_versions()
 NEWEST = VERSIONS[-1]
 
 
 def wheel(
-    folder: Path, version: str, parameters: Sequence[Parameter], name: str = "mla/_core.py"
+    folder: Path,
+    version: str,
+    parameters: Sequence[Parameter],
+    name: str = "mla/_core.py",
+    compression: int = zipfile.ZIP_STORED,
 ) -> Path:
     """Build a wheel that pip takes, with the function in it and nothing that can be imported."""
     path = folder / f"flashinfer_python-{version}-py3-none-any.whl"
     info = f"flashinfer_python-{version}.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("flashinfer/__init__.py", "raise RuntimeError('imported')\n")
         archive.writestr(f"flashinfer/{name}", header(parameters))
         metadata = f"Metadata-Version: 2.1\nName: flashinfer-python\nVersion: {version}\n"
@@ -45,10 +54,10 @@ def wheel(
     return path
 
 
-def wheel_of(folder: Path, version: str) -> Path:
+def wheel_of(folder: Path, version: str, compression: int = zipfile.ZIP_STORED) -> Path:
     abi = recorded(version)
     name = "mla.py" if abi.entry_point.startswith("flashinfer.mla:") else "mla/_core.py"
-    return wheel(folder, version, abi.parameters, name)
+    return wheel(folder, version, abi.parameters, name, compression)
 
 
 def changed(abi: FlashInferABI, **defaults: str | None) -> tuple[Parameter, ...]:
@@ -105,16 +114,37 @@ def test_a_wheel_without_the_function_is_refused(folder: Path) -> None:
     with pytest.raises(FlashInferVersionError, match="does not define the MLA decode") as raised:
         read_wheel(path)
     assert path.name in str(raised.value)
-    assert raised.value.found == "a wheel of flashinfer-python 0.9.0 without it."
+    assert raised.value.found == "flashinfer-python 0.9.0 without it in mla/_core.py and mla.py."
 
 
-def test_a_wheel_that_is_no_archive_is_refused(folder: Path) -> None:
-    path = wheel_of(folder, "0.7.4")
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(FlashInferVersionError, match="does not define the MLA decode") as raised:
+def cut(content: bytes) -> bytes:
+    return content[:1000]
+
+
+def flipped(content: bytes) -> bytes:
+    at = content.index(b"flashinfer/mla/_core.py") + 60
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+
+
+def garbled(content: bytes) -> bytes:
+    return content  # the archive is whole, its Python is not; see below
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, garbled])
+def test_a_damaged_wheel_is_said_to_be_unreadable(
+    damage: Callable[[bytes], bytes], folder: Path
+) -> None:
+    path = wheel_of(folder, "0.7.4", zipfile.ZIP_DEFLATED if damage is flipped else 0)
+    if damage is garbled:
+        with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the second of a name is the one that is read
+            archive.writestr("flashinfer/mla/_core.py", f"def {FUNCTION}(\n  que ry,\n): ...\n")
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(FlashInferVersionError, match=r"whl cannot be read\.") as raised:
         read_wheel(path)
-    assert raised.value.found == f"{path}: File is not a zip file."
     assert raised.value.fix == "delete it, and run again."
+    assert raised.value.__cause__ is not None
 
 
 def test_every_kind_of_change_is_named() -> None:
@@ -166,7 +196,7 @@ def test_the_wheels_are_what_is_recorded(
     data: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["releases", "--verify", "--wheels", str(index)]) == 0
-    assert capsys.readouterr().out == "39 releases, 0 differences\n"
+    assert capsys.readouterr().out == "0 differences in 39 releases\n"
 
 
 @pytest.mark.parametrize("version", ["0.6.0", "0.6.17", "0.7.4"])
@@ -180,7 +210,7 @@ def test_an_altered_record_is_found(
     assert main(["releases", "--verify", "--wheels", str(index)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{version}: backend='cute-dsl' became backend='auto'"
-    assert lines[-1].endswith(" 2 differences")
+    assert lines[-1].startswith("2 differences in ")
     assert main(["releases", "--verify", "0.6.1", "--wheels", str(index)]) == 0
     assert main(["releases", "--verify", version, "--wheels", str(index)]) == 1
 
@@ -193,7 +223,7 @@ def test_a_release_on_one_side_only_is_a_difference(
     assert main(["releases", "--verify", "--wheels", str(index)]) == 1
     out = capsys.readouterr().out
     assert "0.7.5: not recorded; fi-dcp-compat releases --record 0.7.5\n" in out
-    assert "0.6.9: not on the index\n" in out
+    assert "0.6.9: recorded, but not to be had: ERROR: No matching distribution" in out
 
 
 def test_a_file_that_was_edited_by_hand_is_a_difference(
@@ -279,8 +309,75 @@ def test_what_pip_cannot_do_ends_with_status_2(
 ) -> None:
     assert main(["releases", "--verify", "0.6.17", "--wheels", str(folder)]) == 0
     (index / "flashinfer_python-0.6.18-py3-none-any.whl").unlink()
-    assert main(["releases", "--verify", "0.6.18", "--wheels", str(folder)]) == 2
+    assert main(["releases", "--record", "0.6.18", "--wheels", str(folder)]) == 2
     assert capsys.readouterr().err.startswith("pip download failed.\nFound: ERROR: ")
+
+
+def test_an_index_that_says_nothing_is_not_an_empty_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_pip", lambda *arguments: "flashinfer-python (0.7.4)\n")
+    for option in ("--verify", "--record"):
+        assert main(["releases", option]) == 2
+        assert capsys.readouterr().err.startswith("pip index failed.\nFound: no list of versions")
+
+
+def test_a_release_that_was_yanked_can_still_be_had(
+    data: Path, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "available", lambda: VERSIONS[:5])
+    assert main(["releases", "--verify", "--wheels", str(index)]) == 0
+    assert capsys.readouterr().out == "0 differences in 39 releases\n"
+
+
+@pytest.mark.parametrize("version", ["0.7.5rc1", "0.7.5.dev20261201"])
+def test_only_final_releases_are_recorded(
+    version: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = data.read_bytes()
+    assert main(["releases", "--record", version]) == 2
+    assert capsys.readouterr().err.startswith(f"{version} is no final release.\n")
+    assert data.read_bytes() == before
+
+
+def test_a_local_version_is_recorded_as_its_release(
+    data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel(folder, "0.7.5", recorded("0.7.4").parameters)
+    assert record(capsys, "0.7.5+cu130", "--wheels", str(folder))[0].startswith("0.7.5: recorded")
+    assert recorded("0.7.5+cu130") is recorded("0.7.5")
+
+
+def test_the_reference_does_not_depend_on_what_is_recorded(data: Path, folder: Path) -> None:
+    kept = tuple(p for p in recorded("0.7.4").parameters if p.name != "cp_rank")
+    write([*map(recorded, VERSIONS), recorded("0.7.4")._replace(version="0.8.1", parameters=kept)])
+    plans._reference_binding.cache_clear()
+    try:
+        decode_mla(**call(dcp=dcp_of()), backend="reference")
+    finally:
+        plans._reference_binding.cache_clear()
+
+
+def test_an_interruption_leaves_the_records_whole(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = data.read_bytes()
+
+    def interrupted(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write([recorded("0.6.0")])
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_a_folder_of_wheels_goes_with_verify_and_record_only(
+    option: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["releases", option, "--wheels", str(folder)]) == 2
+    assert capsys.readouterr().err == "--wheels goes with --verify or --record\n"
 
 
 @pytest.mark.parametrize("option", ["--verify", "--record"])
@@ -300,7 +397,7 @@ def test_a_record_is_held_against_the_real_wheel(
 ) -> None:
     verify = ["releases", "--verify", version, "--wheels", str(wheels_folder)]
     assert main(verify) == 0
-    assert capsys.readouterr().out == "1 releases, 0 differences\n"
+    assert capsys.readouterr().out == "0 differences in 1 releases\n"
     altered = changed(recorded(version), max_seq_len="0")
     write(
         recorded(v)._replace(parameters=altered) if v == version else recorded(v) for v in VERSIONS

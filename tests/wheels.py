@@ -53,6 +53,8 @@ QUOTED = (
     "trtllm_fmha_kernel_launcher.cu",
     "fmhaReduction.cu",
     "fmhaRunner.cuh",
+    "kernelParams.h",
+    "allocator.h",
     "fmhaKernels.cuh",
     "mla_sm120.cu",
 )

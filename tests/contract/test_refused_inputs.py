@@ -187,6 +187,35 @@ def test_dcp_over_an_interleaved_cache_is_wrong(simulation: Simulation) -> None:
         assert not is_close(decode_ranks(requests, held(requests, 2, interleave)), expected)
 
 
+@pytest.mark.parametrize(("q_len", "heads"), [(2, 4), (1, 4), (3, 48), (2, 96)])
+def test_a_query_of_sliced_heads_is_misread_where_its_tokens_are_folded(
+    simulation: Simulation, q_len: int, heads: int
+) -> None:
+    requests = random_batch([q_len] * 2, [40, 9], num_heads=heads)
+    sliced = torch.cat([requests.query()] * 2, -2)[..., :heads, :]
+    expected = decode(requests, backend="cute-dsl")
+    right = is_close(decode(requests, query=sliced, backend="cute-dsl"), expected)
+    between = Version("0.6.13") <= Version(simulation.release) < Version("0.6.16")
+    assert right is not (between and (q_len, heads) == (2, 4))
+    if not recorded(simulation.release).features.cute_dsl_causal and q_len > 1:
+        return  # decode_mla refuses several query tokens for another reason
+    simulation.clear()
+    given: dict[str, Any] = {
+        "query": sliced,
+        "workspace_buffer": torch.zeros(24 << 20, dtype=torch.int8),
+        "bmm1_scale": requests.scale,
+        "bmm2_scale": requests.output_scale,
+        "backend": "cute-dsl",
+        **requests.paged(),
+    }
+    if right:
+        assert is_close(decode_mla(**given), expected)
+        return
+    with pytest.raises(InvalidInputError, match="right behind the last one's"):
+        decode_mla(**given)
+    assert simulation.reached == []
+
+
 def test_a_non_causal_block_with_dcp_comes_out_causal(simulation: Simulation) -> None:
     requests = random_batch([3, 3], [40, 9])
     if lacks_dcp(simulation, requests):

@@ -113,6 +113,9 @@ def run_cute_dsl(
     latents, ropes, outs, lses = (
         _by_request(tensor(arguments, name), cum) for name in ("q_latent", "q_rope", "o", "lse")
     )
+    if causal and "cum_seq_lens_q" not in arguments:
+        # Up to 0.6.15 tokens are folded into heads (0.6.13 mla_decode_fp16.py:423).
+        latents, ropes = ([_folded(part) for part in parts] for parts in (latents, ropes))
     caches = tensor(arguments, "c_latent"), tensor(arguments, "c_rope")
     scale, output_scale = number(arguments, "softmax_scale"), number(arguments, "output_scale")
     # 0.7.1 turned the conversion of the kernel's base 2 into an argument.
@@ -250,6 +253,15 @@ def _attend(
         lse = torch.logaddexp(lse, sinks)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     return torch.exp(scores - finite[..., None]) @ keys[:, :kv_lora_rank], lse
+
+
+def _folded(query: Tensor) -> Tensor:
+    """Read [q_len, H, D] by the stride of the heads alone, as if tokens lay right behind them."""
+    q_len, heads, dim = query.shape
+    fits = (n for n in range(1, q_len + 1) if q_len % n == 0 and (n == 1 or heads * n <= 128))
+    fold, strides = max(fits), query.stride()
+    shape = (q_len // fold, fold * heads, dim)
+    return query.as_strided(shape, (strides[0] * fold, *strides[1:])).reshape(query.shape)
 
 
 def _by_request(value: Tensor, cum: object) -> list[Tensor]:

@@ -1,0 +1,99 @@
+"""A call's configuration without its tensors, and what is wrong with a value by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .errors import Reason, UnsupportedConfigError
+
+__all__ = ["BACKENDS", "Config", "refused", "value_reasons"]
+
+BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
+
+
+class Config(NamedTuple):
+    """A call's configuration, without its tensors; dtypes by name, so torch is not needed."""
+
+    num_heads: int
+    q_len: int
+    page_size: int
+    dtype: str
+    kv_dtype: str
+    dcp_world_size: int = 1
+    interleave_size: int = 1
+    causal: bool = True
+    backend: str = "auto"
+    varlen: bool = False
+    return_lse: bool = False
+    sinks: bool = False
+    skip_softmax: bool = False
+    tensor_scales: bool = False
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    compute_capability: tuple[int, int] | None = None
+    block_table_width: int | None = None
+    batch: int | None = None
+
+    @property
+    def wants_lse(self) -> bool:
+        """Whether the kernel is asked for an LSE; ranks cannot be merged without."""
+        return self.return_lse or self.dcp_world_size > 1
+
+    def flattened(self) -> Config:
+        """Return what the kernel runs: a non-causal block is a batch of one-token rows."""
+        if self.causal:
+            return self
+        rows = None if self.batch is None else self.batch * self.q_len
+        return self._replace(q_len=1, varlen=False, batch=rows)
+
+
+def refused(argument: str, summary: str, found: str, needed: str, fix: str) -> Reason:
+    """Build the reason for a configuration that no upgrade makes possible."""
+    return Reason(UnsupportedConfigError, argument, summary, found, needed, fix)
+
+
+_SWITCHES = ("causal", "varlen", "return_lse", "sinks", "skip_softmax", "tensor_scales")
+
+
+def value_reasons(config: Config) -> Iterator[Reason]:
+    """Yield what is wrong with each value by itself, whatever its annotation promises."""
+    if config.backend not in BACKENDS:
+        yield refused(
+            "backend",
+            f"backend={config.backend!r} is not one of decode_mla's.",
+            f"{config.backend!r}.",
+            f"one of {', '.join(BACKENDS)}.",
+            "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
+        )
+    counts = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
+    for name, low in (*((name, 1) for name in counts), ("block_table_width", 0), ("batch", 0)):
+        value: object = getattr(config, name)
+        if (value is None and low == 0) or (type(value) is int and value >= low):
+            continue
+        yield refused(
+            name,
+            f"{name} must be an int of at least {low}.",
+            f"{name}={value!r}.",
+            f"an int of at least {low}.",
+            f"pass the {name} of the call.",
+        )
+    for name in _SWITCHES:
+        switch: object = getattr(config, name)
+        if type(switch) is not bool:
+            shown = f"{name} of type {type(switch).__name__}"
+            needed = "True or False: whether the call gives it"
+            yield refused(name, f"{name} must be a bool.", f"{shown}.", f"{needed}.", "pass one.")
+    capability: object = config.compute_capability
+    if capability is not None and not (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(type(part) is int for part in capability)
+    ):
+        yield refused(
+            "compute_capability",
+            "compute_capability must be a pair of ints.",
+            f"{capability!r}.",
+            "(major, minor), for example (10, 0), or None.",
+            "pass torch.cuda.get_device_capability().",
+        )
