@@ -8,9 +8,19 @@ from __future__ import annotations
 TYPE_CHECKING = False  # importing typing would double what importing this package costs
 if TYPE_CHECKING:
     from .abi import FlashInferABI, Parameter
-    from .dcp import DCP, FlatRows, causal_bounds, flatten_query_rows, local_seq_lens
+    from .dcp import (
+        DCP,
+        FlatRows,
+        TokenSlots,
+        causal_bounds,
+        flatten_query_rows,
+        local_seq_lens,
+        token_positions,
+        token_slots,
+    )
     from .debug import debug_checks
     from .decode import decode_mla, prepare_decode_mla
+    from .distributed import combine, combine_buffers, decode_mla_dcp, gather_query_heads
     from .errors import (
         FlashInferCompatError,
         FlashInferCompatWarning,
@@ -59,16 +69,21 @@ __all__ = [
     "NotPreparedError",
     "Parameter",
     "Reason",
+    "TokenSlots",
     "UnsupportedConfigError",
     "__version__",
     "bmm_scales",
     "capabilities",
     "causal_bounds",
     "check",
+    "combine",
+    "combine_buffers",
     "counter_bytes",
     "debug_checks",
     "decode_mla",
+    "decode_mla_dcp",
     "flatten_query_rows",
+    "gather_query_heads",
     "local_seq_lens",
     "merge_dcp_states",
     "min_workspace_bytes",
@@ -76,6 +91,8 @@ __all__ = [
     "probe",
     "recorded",
     "supports_combination",
+    "token_positions",
+    "token_slots",
     "validate_dcp_config",
 ]
 
@@ -98,15 +115,20 @@ _HOME = {
     "NotPreparedError": "errors",
     "Parameter": "abi",
     "Reason": "errors",
+    "TokenSlots": "dcp",
     "UnsupportedConfigError": "errors",
     "bmm_scales": "scales",
     "capabilities": "startup",
     "causal_bounds": "dcp",
     "check": "guards",
+    "combine": "distributed",
+    "combine_buffers": "distributed",
     "counter_bytes": "sizes",
     "debug_checks": "debug",
     "decode_mla": "decode",
+    "decode_mla_dcp": "distributed",
     "flatten_query_rows": "dcp",
+    "gather_query_heads": "distributed",
     "local_seq_lens": "dcp",
     "merge_dcp_states": "lse",
     "min_workspace_bytes": "sizes",
@@ -114,6 +136,8 @@ _HOME = {
     "probe": "probing",
     "recorded": "releases",
     "supports_combination": "startup",
+    "token_positions": "dcp",
+    "token_slots": "dcp",
     "validate_dcp_config": "startup",
 }
 

@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Exit status 0 only if the merged result is full attention's up to bf16.",
     )
     demo.add_argument("--world-size", type=_positive, default=8, metavar="W", help="ranks (8)")
+    demo.add_argument(
+        "--processes", type=_positive, metavar="N", help="N gloo ranks in processes of their own"
+    )
     demo.add_argument("--q-len", type=_positive, default=3, metavar="Q", help="query tokens (3)")
     releases = commands.add_parser(
         "releases",
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _doctor(as_json=arguments.json, live=arguments.live)
     if arguments.command == "releases":
         return _releases(arguments)
+    if arguments.processes is not None:
+        return _demo_ranks(arguments.processes, arguments.q_len)
     return _demo(arguments.world_size, arguments.q_len)
 
 
@@ -88,6 +93,14 @@ def _demo(world_size: int, q_len: int) -> int:
 
     report = run(world_size, q_len)
     print(render(report, q_len))
+    return 0 if report.passed else 1
+
+
+def _demo_ranks(world_size: int, q_len: int) -> int:
+    from .demo_ranks import render, run_ranks
+
+    report = run_ranks(world_size, q_len)
+    print(render(report, world_size, q_len))
     return 0 if report.passed else 1
 
 

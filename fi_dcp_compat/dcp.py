@@ -18,9 +18,12 @@ from .validation import describe, is_tensor
 __all__ = [
     "DCP",
     "FlatRows",
+    "TokenSlots",
     "causal_bounds",
     "flatten_query_rows",
     "local_seq_lens",
+    "token_positions",
+    "token_slots",
 ]
 
 
@@ -125,6 +128,60 @@ def local_seq_lens(
     length = max(0, global_seq_lens)
     tail_len = min(max(length % stripe - offset, 0), interleave_size)
     return length // stripe * interleave_size + tail_len
+
+
+class TokenSlots(NamedTuple):
+    """Where tokens are held; see `token_slots`.
+
+    Attributes
+    ----------
+    rank : Tensor
+        The rank that holds each.
+    local : Tensor
+        Its local position on that rank: in page ``local // page_size`` of the request, at
+        ``local % page_size``.
+    """
+
+    rank: Tensor
+    local: Tensor
+
+
+def token_slots(positions: Tensor, world_size: int, interleave_size: int = 1) -> TokenSlots:
+    """Find the rank and the local position of tokens by their global positions.
+
+    Parameters
+    ----------
+    positions : Tensor of any shape, integer dtype
+        Global positions, from 0.
+    world_size, interleave_size : int
+        As in `DCP`; any interleave is placed, though only 1 can be decoded.
+
+    Returns
+    -------
+    TokenSlots of the shape, dtype and device given
+    """
+    check_ranks(world_size, 0, interleave_size)
+    stripe = positions // interleave_size
+    local = stripe // world_size * interleave_size + positions % interleave_size
+    return TokenSlots(stripe % world_size, local)
+
+
+def token_positions(
+    local: Tensor, world_size: int, rank: int | Tensor, interleave_size: int = 1
+) -> Tensor:
+    """Find the global positions of tokens by rank and local position: `token_slots` undone.
+
+    Parameters
+    ----------
+    local : Tensor of any shape, integer dtype
+        Local positions on `rank`, from 0.
+    world_size, interleave_size : int
+        As in `token_slots`.
+    rank : int, or Tensor that broadcasts with `local`
+    """
+    check_ranks(world_size, 0 if isinstance(rank, Tensor) else rank, interleave_size)
+    stripe = local // interleave_size * world_size + rank
+    return stripe * interleave_size + local % interleave_size
 
 
 def causal_bounds(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -32,31 +32,9 @@ __all__ = ["decode_mla", "prepare_decode_mla"]
 
 
 if TYPE_CHECKING:
-    from typing_extensions import Required, Unpack
+    from typing_extensions import Unpack
 
-    class _Arguments(TypedDict, total=False):
-        """The arguments that do not decide the type of the result."""
-
-        workspace_buffer: Required[Tensor]
-        block_tables: Required[Tensor]
-        seq_lens: Required[Tensor]
-        max_seq_len: Required[int]
-        bmm1_scale: Required[float | Tensor]
-        bmm2_scale: float | Tensor | None
-        qk_nope_head_dim: int
-        kv_lora_rank: int
-        qk_rope_head_dim: int
-        causal: bool
-        cum_seq_lens_q: Tensor | None
-        max_q_len: int | None
-        backend: Backend
-        lse_base: LseBase
-        out: Tensor | None
-        lse: Tensor | None
-        sinks: Tensor | Sequence[Tensor] | None
-        skip_softmax_threshold_scale_factor: float | None
-        enable_pdl: bool | None
-        multi_ctas_kv_counter_buffer: Tensor | None
+    from .arguments import CallArguments
 
 
 @overload
@@ -66,7 +44,7 @@ def decode_mla(
     *,
     dcp: DCP,
     return_lse: bool = False,
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> MLAState: ...
 @overload
 def decode_mla(
@@ -75,7 +53,7 @@ def decode_mla(
     *,
     dcp: DCP | None = None,
     return_lse: Literal[True],
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> MLAState: ...
 @overload
 def decode_mla(
@@ -84,7 +62,7 @@ def decode_mla(
     *,
     dcp: None = None,
     return_lse: Literal[False] = False,
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> Tensor: ...
 @overload
 def decode_mla(
@@ -93,7 +71,7 @@ def decode_mla(
     *,
     dcp: DCP | None = None,
     return_lse: bool = False,
-    **arguments: Unpack[_Arguments],
+    **arguments: Unpack[CallArguments],
 ) -> Tensor | MLAState: ...
 def decode_mla(
     query: Tensor,

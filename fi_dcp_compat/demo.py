@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from .dcp import DCP, local_seq_lens
 from .decode import decode_mla
 from .lse import MLAState, merge_dcp_states
 
-__all__ = ["Report", "run"]
+__all__ = ["Batch", "Report", "run"]
 
 # bf16 rounds by at most 2**-9 of a value: once each rank's output, once the merged one. The LSE
 # stays float32.
@@ -19,6 +19,7 @@ BF16_ROUNDINGS = 2 * 2.0**-9
 LSE_TOLERANCE = 1e-4
 
 _HEADS, _RANK, _ROPE, _PAGE = 16, 512, 64, 64
+_SCALE = 192.0**-0.5
 
 
 class Report(NamedTuple):
@@ -51,49 +52,79 @@ class Report(NamedTuple):
 
 def run(world_size: int, q_len: int, *, seed: int = 0) -> Report:
     """Decode a small batch over `world_size` ranks through `decode_mla`, and merge."""
-    generator = torch.Generator().manual_seed(seed)
-    # One request shorter than the world, so some ranks hold none of its keys.
-    global_lens = [max(q_len, world_size // 2), q_len + 5 * world_size, q_len + 150]
-    batch, dim = len(global_lens), _RANK + _ROPE
-    scale = 192.0**-0.5
-    query = torch.randn(batch, q_len, _HEADS, dim, generator=generator).bfloat16()
-    contexts = [torch.randn(n, dim, generator=generator).bfloat16() for n in global_lens]
-    causal = torch.tensor(global_lens, dtype=torch.int32)
-    workspace = torch.empty(0, dtype=torch.int8)
-
+    batch = Batch.drawn(world_size, q_len, seed)
     states, local_lens = [], []
     for rank in range(world_size):
-        seq_lens = local_seq_lens(causal, world_size, rank)
-        longest = int(seq_lens.max())
-        cache, tables = _paged([context[rank::world_size] for context in contexts], longest)
-        states.append(
-            decode_mla(
-                query,
-                cache,
-                workspace_buffer=workspace,
-                block_tables=tables,
-                seq_lens=seq_lens,
-                max_seq_len=longest,
-                bmm1_scale=scale,
-                dcp=DCP(world_size, rank, causal),
-                backend="reference",
-            )
-        )
-        local_lens.append(seq_lens.tolist())
+        arguments = batch.arguments(world_size, rank)
+        dcp = DCP(world_size, rank, batch.causal)
+        states.append(decode_mla(batch.query, dcp=dcp, **arguments))
+        local_lens.append(arguments["seq_lens"].tolist())
     merged = merge_dcp_states([s.out for s in states], [s.lse for s in states])
-    errors = [0.0, 0.0]
-    for row, context in enumerate(contexts):
-        for token in range(q_len):
-            seen = context[: len(context) - (q_len - 1 - token)]
-            out, lse = _full_attention(query[row, token], seen, scale)
-            for index, (got, want) in enumerate(
-                ((merged.out[row, token], out), (merged.lse[row, token], lse))
-            ):
-                error = float((got.double() - want).abs().max())
-                # NaN compares false with everything; it is the largest error there is.
-                errors[index] = max(errors[index], error if error == error else torch.inf)
-    largest = max(float(context[:, :_RANK].abs().max()) for context in contexts)
-    return Report(global_lens, local_lens, states, errors[0], errors[1], BF16_ROUNDINGS * largest)
+    out_error, lse_error = batch.errors(merged)
+    return Report(
+        batch.causal.tolist(), local_lens, states, out_error, lse_error, batch.allowed_error
+    )
+
+
+class _Arguments(TypedDict):
+    kv_cache: Tensor
+    workspace_buffer: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    bmm1_scale: float
+    backend: Literal["reference"]
+
+
+class Batch(NamedTuple):
+    """Queries [B, q_len, H, D] and the unpaged keys of each request."""
+
+    query: Tensor
+    contexts: list[Tensor]
+    causal: Tensor
+
+    @classmethod
+    def drawn(cls, world_size: int, q_len: int, seed: int, heads: int = _HEADS) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        # One request shorter than the world, so some ranks hold none of its keys.
+        lens = [max(q_len, world_size // 2), q_len + 5 * world_size, q_len + 150]
+        dim = _RANK + _ROPE
+        query = torch.randn(len(lens), q_len, heads, dim, generator=generator).bfloat16()
+        contexts = [torch.randn(n, dim, generator=generator).bfloat16() for n in lens]
+        return cls(query, contexts, torch.tensor(lens, dtype=torch.int32))
+
+    @property
+    def allowed_error(self) -> float:
+        largest = max(float(context[:, :_RANK].abs().max()) for context in self.contexts)
+        return BF16_ROUNDINGS * largest
+
+    def arguments(self, world_size: int, rank: int) -> _Arguments:
+        seq_lens = local_seq_lens(self.causal, world_size, rank)
+        longest = int(seq_lens.max())
+        cache, tables = _paged([context[rank::world_size] for context in self.contexts], longest)
+        return {
+            "kv_cache": cache,
+            "workspace_buffer": torch.empty(0, dtype=torch.int8),
+            "block_tables": tables,
+            "seq_lens": seq_lens,
+            "max_seq_len": longest,
+            "bmm1_scale": _SCALE,
+            "backend": "reference",
+        }
+
+    def errors(self, merged: MLAState) -> tuple[float, float]:
+        """Return the largest differences of output and LSE from full attention."""
+        q_len = self.query.shape[1]
+        errors = [0.0, 0.0]
+        for row, context in enumerate(self.contexts):
+            for token in range(q_len):
+                seen = context[: len(context) - (q_len - 1 - token)]
+                expected = _full_attention(self.query[row, token], seen, _SCALE)
+                for index, (got, want) in enumerate(zip(merged, expected, strict=True)):
+                    error = float((got[row, token].double() - want).abs().max())
+                    # NaN compares false with everything; it is the largest error there is.
+                    errors[index] = max(errors[index], error if error == error else torch.inf)
+        return errors[0], errors[1]
 
 
 def _full_attention(query: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:

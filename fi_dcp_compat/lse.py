@@ -81,20 +81,26 @@ def merge_dcp_states(
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] == 0:
         raise _misfit("lses", f"outs {list(outs.shape)}, lses {list(lses.shape)}")
+    weights, lse = merge_weights(lses, lse_base)
+    weights = weights.unsqueeze(-1)
+    # An empty state's weight is 0, but its output may be NaN.
+    out = (torch.where(weights > 0, outs.float(), 0.0) * weights).sum(dim=0)
+    return MLAState(out.to(outs.dtype), lse)
+
+
+def merge_weights(lses: Tensor, lse_base: LseBase) -> tuple[Tensor, Tensor]:
+    """Return each state's weight [W, .., H] in the merged output, and the merged LSE [.., H]."""
     lse = lses.float() * (_SCALE[("2", "e")] if lse_base == "2" else 1.0)
-    seen = lse.isfinite()
-    lse = torch.where(seen, lse, -torch.inf)
+    lse = torch.where(lse.isfinite(), lse, -torch.inf)
     top = lse.amax(dim=0)
     # With every rank empty the maximum is -inf, and -inf - (-inf) would be NaN.
     top = torch.where(top.isfinite(), top, 0.0)
     weights = torch.exp(lse - top)
     total = weights.sum(dim=0)
-    weights = (weights / total.clamp(min=1.0)).unsqueeze(-1)
-    out = (torch.where(seen.unsqueeze(-1), outs.float(), 0.0) * weights).sum(dim=0)
     merged = top + torch.log(total)
     if lse_base == "2":
         merged = merged * _SCALE[("e", "2")]
-    return MLAState(out.to(outs.dtype), merged)
+    return weights / total.clamp(min=1.0), merged
 
 
 def _stacked(argument: str, states: Tensor | Sequence[Tensor]) -> Tensor:

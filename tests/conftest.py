@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from fi_dcp_compat import decode, prepared, probe
 
 # The tensors are small: more threads only wait for each other, on a busy machine tenfold.
 torch.set_num_threads(1)
+# A first call costs what the next do not; the machine's noise is no failure of a test.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fi_dcp_compat import DCP, MLAState, demo
+from fi_dcp_compat import DCP, MLAState, demo, demo_ranks
 from fi_dcp_compat.cli import main
 from fi_dcp_compat.dcp import local_seq_lens
 from fi_dcp_compat.decode import decode_mla
@@ -132,22 +133,22 @@ def test_the_demo_fails_when_the_merge_is_wrong(
     assert text.rstrip().endswith(": WRONG")
 
 
-def naive_local_bound(query: Tensor, cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
+def naive_local_bound(query: Tensor, kv_cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
     """Mask each row by the local length less its distance, as a kernel without DCP would (S04)."""
     call.update(causal=True, return_lse=True)
-    state: MLAState = decode_mla(query, cache, **call)
+    state: MLAState = decode_mla(query, kv_cache, **call)
     return state
 
 
-def one_key_too_many(query: Tensor, cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
+def one_key_too_many(query: Tensor, kv_cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
     seen = DCP(dcp.world_size, dcp.rank, dcp.causal_seqlens_kv_global + 1)
-    state: MLAState = decode_mla(query, cache, dcp=seen, **call)
+    state: MLAState = decode_mla(query, kv_cache, dcp=seen, **call)
     return state
 
 
-def rank_0_everywhere(query: Tensor, cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
+def rank_0_everywhere(query: Tensor, kv_cache: Tensor, *, dcp: DCP, **call: Any) -> MLAState:
     seen = DCP(dcp.world_size, 0, dcp.causal_seqlens_kv_global)
-    state: MLAState = decode_mla(query, cache, dcp=seen, **call)
+    state: MLAState = decode_mla(query, kv_cache, dcp=seen, **call)
     return state
 
 
@@ -180,6 +181,21 @@ def test_the_demo_fails_when_a_rank_forgets_a_key(
     assert text.rstrip().endswith(": WRONG")
 
 
+def test_the_demo_runs_on_real_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "--processes", "2", "--q-len", "2")
+    assert status == 0
+    lines = text.splitlines()
+    assert lines[0].startswith("2 gloo ranks, q_len 2, max error against full attention")
+    assert [line.split()[0] for line in lines[1:]] == ["a2a", "ag_rs", "ag_ar", "ok"]
+
+
+@pytest.mark.parametrize("errors", [(1.0, 0.0), (0.0, 1.0), (math.inf, 0.0)])
+def test_the_demo_on_ranks_fails_when_one_mode_is_wrong(errors: tuple[float, float]) -> None:
+    report = demo_ranks.RanksReport({"a2a": (0.0, 0.0), "ag_rs": errors}, 0.01)
+    assert not report.passed
+    assert demo_ranks.render(report, 2, 1).endswith("WRONG")
+
+
 # Arguments.
 
 
@@ -192,6 +208,7 @@ REFUSED: list[tuple[str, str]] = [
     ("demo --world-size 2.5", "argument --world-size: "),
     ("demo --world-size", "argument --world-size: expected one argument"),
     ("demo --q-len 0", "argument --q-len: "),
+    ("demo --processes 0", "argument --processes: "),
     ("demo --ranks 8", "unrecognized arguments: --ranks 8"),
     ("demo --json", "unrecognized arguments: --json"),
     ("doctor --verbose", "unrecognized arguments: --verbose"),

@@ -15,6 +15,8 @@ from fi_dcp_compat import (
     causal_bounds,
     flatten_query_rows,
     local_seq_lens,
+    token_positions,
+    token_slots,
 )
 
 LENS = torch.tensor([31, 36], dtype=torch.int32)
@@ -46,6 +48,64 @@ def test_local_lengths_count_who_owns_which_token(length: int, world: int, strip
     owners = [token // stripe % world for token in range(length)]
     for rank in range(world):
         assert local_seq_lens(length, world, rank, stripe) == owners.count(rank)
+
+
+@given(st.integers(1, 16), st.integers(1, 65), st.lists(st.integers(0, 5000), min_size=1))
+def test_a_tokens_slot_is_its_own_and_can_be_undone(
+    world: int, stripe: int, positions: list[int]
+) -> None:
+    tokens = torch.tensor(positions)
+    slots = token_slots(tokens, world, stripe)
+    assert slots.rank.tolist() == [p // stripe % world for p in positions]
+    assert torch.equal(token_positions(slots.local, world, slots.rank, stripe), tokens)
+    for rank in range(world):
+        held = slots.rank == rank
+        assert torch.equal(token_positions(slots.local[held], world, rank, stripe), tokens[held])
+
+
+@given(st.integers(1, 16), st.integers(1, 65), st.integers(0, 500))
+def test_the_slots_of_a_rank_are_filled_without_gaps(world: int, stripe: int, length: int) -> None:
+    slots = token_slots(torch.arange(length, dtype=torch.int32), world, stripe)
+    assert slots.rank.dtype is slots.local.dtype is torch.int32
+    for rank in range(world):
+        held = slots.local[slots.rank == rank].tolist()
+        assert held == list(range(local_seq_lens(length, world, rank, stripe)))
+
+
+def test_with_interleave_1_a_slot_is_a_remainder_and_a_quotient() -> None:
+    slots = token_slots(torch.arange(10).view(2, 5), 4)
+    assert slots.rank.tolist() == [[0, 1, 2, 3, 0], [1, 2, 3, 0, 1]]
+    assert slots.local.tolist() == [[0, 0, 0, 0, 1], [1, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(("world", "rank", "stripe"), [(0, 0, 1), (4, 4, 1), (4, 0, 0)])
+def test_a_slot_needs_a_group(world: int, rank: int, stripe: int) -> None:
+    with pytest.raises(InvalidInputError):
+        token_positions(torch.arange(3), world, rank, stripe)
+
+
+@given(st.integers(1, 16), st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(1, 6))
+def test_the_visible_keys_of_all_ranks_are_the_causal_prefix_once(
+    world: int, lengths: list[int], q_len: int
+) -> None:
+    bounds = torch.tensor(lengths, dtype=torch.int32)
+    rows = [causal_bounds(bounds, q_len, world, rank) for rank in range(world)]
+    for request, length in enumerate(lengths):
+        assert sum(local_seq_lens(length, world, rank) for rank in range(world)) == length
+        for token in range(q_len):
+            seen = [
+                position
+                for rank in range(world)
+                for position in token_positions(
+                    torch.arange(int(rows[rank][request, token])), world, rank
+                ).tolist()
+            ]
+            prefix = max(0, length - (q_len - 1 - token))
+            assert sorted(seen) == list(range(prefix))
+            assert all(
+                int(rows[rank][request, token]) <= local_seq_lens(length, world, rank)
+                for rank in range(world)
+            )
 
 
 @pytest.mark.parametrize("world", range(1, 17))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -111,3 +112,32 @@ def test_what_cannot_be_stacked_is_refused(outs: Any, lses: Any) -> None:
 def test_a_base_that_is_neither_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="'e' or '2'"):
         merge_dcp_states(torch.ones(1, 1, 1), torch.ones(1, 1), "base2")  # type: ignore[arg-type]  # the point
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(st.integers(0, 7), min_size=1, max_size=40),
+    st.sampled_from(["e", "2"]),
+    st.randoms(use_true_random=False),
+)
+def test_merging_any_partition_in_any_order_is_the_whole(
+    world: int, owners: list[int], base: LseBase, random: Random
+) -> None:
+    # Keys of one head, given to ranks at will; ranks may hold none.
+    generator = torch.Generator().manual_seed(len(owners))
+    scores = 5 * torch.randn(len(owners), generator=generator, dtype=torch.float64)
+    values = torch.randn(len(owners), 4, generator=generator, dtype=torch.float64)
+    factor = 1.0 if base == "e" else 1 / math.log(2)
+    states = []
+    for rank in range(world):
+        mine = torch.tensor([owner % world == rank for owner in owners])
+        lse = torch.logsumexp(scores[mine], 0)
+        out = torch.softmax(scores[mine], 0) @ values[mine]
+        states.append((out.float()[None, None], (lse * factor).float()[None, None]))
+    random.shuffle(states)
+    merged = merge_dcp_states([out for out, _ in states], [lse for _, lse in states], base)
+    expected = torch.softmax(scores, 0) @ values
+    torch.testing.assert_close(merged.out[0, 0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        merged.lse[0, 0].double(), torch.logsumexp(scores, 0) * factor, rtol=1e-5, atol=1e-5
+    )

@@ -47,7 +47,8 @@ LAYERS = (
     ("plans", "launch", "debug", "prepared"),
     ("decode", "startup"),
     ("arguments", "distributed"),
-    ("testing", "demo", "doctor", "wheels", "catalogue", "cli", "__main__"),
+    ("demo",),
+    ("testing", "demo_ranks", "doctor", "wheels", "catalogue", "cli", "__main__"),
 )
 TABLES = ("features", "limits", "known_issues")
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,1 @@
+"""Real process groups: gloo ranks in processes of their own, and what they are held against."""
