@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import all_gather, flat_bytes, reduce_scatter
 from .dcp import DCP
 from .decode import decode_mla
 from .features import LseBase
@@ -65,23 +66,8 @@ def gather_query_heads(query: Tensor, group: dist.ProcessGroup | None = None) ->
         return query
     gathered = query.new_empty((world_size, *query.shape))
     # As bytes: not every backend has a collective for every dtype of a query.
-    _all_gather(_flat(gathered), _flat(query.contiguous()), group)
+    all_gather(flat_bytes(gathered), flat_bytes(query.contiguous()), group)
     return gathered.movedim(0, -3).flatten(-3, -2)
-
-
-# torch 2.13 warns of the names that older ones alone have.
-def _all_gather(receive: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(receive, send, group=group)
-
-
-def _reduce_scatter(receive: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(receive, send, group=group)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 class _Spec(NamedTuple):
@@ -210,7 +196,7 @@ def _exchange(
     lse_bits = state.lse.unsqueeze(-1).contiguous().view(send.dtype)
     send[..., :dim] = _split(state.out.view(send.dtype), 1, world_size)
     send[..., dim:] = _split(lse_bits, 1, world_size)
-    dist.all_to_all_single(_flat(receive), _flat(send), group=group)
+    dist.all_to_all_single(flat_bytes(receive), flat_bytes(send), group=group)
     outs = receive[..., :dim].view(state.out.dtype)
     lses = receive[..., dim:].contiguous().view(torch.float32).squeeze(-1)
     return merge_dcp_states(outs, lses, base)
@@ -220,7 +206,7 @@ def _reduce(
     state: MLAState, group: dist.ProcessGroup | None, base: LseBase, send: Tensor, *rest: Tensor
 ) -> MLAState:
     *received, lses = rest
-    _all_gather(lses.view(-1), state.lse.contiguous().view(-1), group)
+    all_gather(lses.view(-1), state.lse.contiguous().view(-1), group)
     weights, lse = merge_weights(lses, base)
     world_size, rank = lses.shape[0], dist.get_rank(group)
     weight = weights[rank].unsqueeze(-1)
@@ -232,7 +218,7 @@ def _reduce(
         return MLAState(send.to(state.out.dtype), lse)
     send.copy_(_split(weighted, 1, world_size))
     (receive,) = received
-    _reduce_scatter(receive.view(-1), send.view(-1), group)
+    reduce_scatter(receive.view(-1), send.view(-1), group)
     return MLAState(receive.to(state.out.dtype), _split(lse, 0, world_size)[rank])
 
 

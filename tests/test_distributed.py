@@ -70,6 +70,18 @@ def test_the_refusals_are_the_same_on_every_rank(group: tuple[int, list[Any]]) -
     assert first[2][0] == "mode must be one of a2a, ag_rs, ag_ar."
 
 
+def test_a_missing_collective_is_named_with_the_modes_that_do_without(
+    group: tuple[int, list[Any]],
+) -> None:
+    for said in answers(group, "a_group_without_reduce_scatter_says_so"):
+        assert said == (
+            "mode='ag_rs' needs a reduce-scatter, which this process group has not.\n"
+            "Found: gloo: ProcessGroupGloo does not support reduce_scatter.\n"
+            "Needed: a backend of torch.distributed with reduce-scatter.\n"
+            "Fix: pass mode='a2a' or 'ag_ar', on all ranks."
+        )
+
+
 @pytest.mark.parametrize("job", [one_rank_errs, one_rank_has_another_cache])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_no_rank_is_left_waiting_for_one_that_erred(

@@ -46,7 +46,8 @@ LAYERS = (
     ("routing",),
     ("plans", "launch", "debug", "prepared"),
     ("decode", "startup"),
-    ("arguments", "distributed"),
+    ("arguments", "collectives"),
+    ("distributed",),
     ("demo",),
     ("testing", "demo_ranks", "doctor", "wheels", "catalogue", "cli", "__main__"),
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from fi_dcp_compat import (
     InvalidInputError,
     MLAState,
+    UnsupportedConfigError,
     combine,
     combine_buffers,
     decode_mla_dcp,
@@ -287,6 +288,20 @@ def what_does_not_fit_the_group_is_refused_on_every_rank(
         said.append((raised.value.summary, raised.value.needed))
     assert combine(state, mode="ag_ar").out.shape == state.out.shape
     return said
+
+
+@check
+def a_group_without_reduce_scatter_says_so(rank: int, world_size: int) -> str:
+    def lacking(*tensors: Tensor, **options: Any) -> None:
+        raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
+
+    state = MLAState(torch.zeros(2, 8, 16), torch.zeros(2, 8))
+    with (
+        patch.object(dist, "reduce_scatter_single", lacking),
+        pytest.raises(UnsupportedConfigError, match="mode='ag_rs' needs") as raised,
+    ):
+        combine(state, mode="ag_rs")
+    return str(raised.value)
 
 
 def one_rank_errs(rank: int, world_size: int) -> None:
