@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     )
     from .debug import debug_checks
     from .decode import decode_mla, prepare_decode_mla
-    from .distributed import combine, combine_buffers, decode_mla_dcp, gather_query_heads
+    from .decode_dcp import decode_mla_dcp
+    from .distributed import CombineMode, combine, combine_buffers, gather_query_heads
     from .errors import (
         FlashInferCompatError,
         FlashInferCompatWarning,
@@ -54,6 +55,7 @@ __all__ = [
     "DCP",
     "BmmScales",
     "Capabilities",
+    "CombineMode",
     "Features",
     "FlashInferABI",
     "FlashInferCompatError",
@@ -99,6 +101,7 @@ __all__ = [
 _HOME = {
     "BmmScales": "scales",
     "Capabilities": "startup",
+    "CombineMode": "distributed",
     "DCP": "dcp",
     "Features": "features",
     "FlashInferABI": "abi",
@@ -126,7 +129,7 @@ _HOME = {
     "counter_bytes": "sizes",
     "debug_checks": "debug",
     "decode_mla": "decode",
-    "decode_mla_dcp": "distributed",
+    "decode_mla_dcp": "decode_dcp",
     "flatten_query_rows": "dcp",
     "gather_query_heads": "distributed",
     "local_seq_lens": "dcp",

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CallArguments", "RankArguments"]
 
+REQUIRED = ("workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale")
+
 
 class RankArguments(TypedDict, total=False):
     """What `decode_mla_dcp` hands on to `decode_mla`."""

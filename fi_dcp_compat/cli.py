@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="decode over several ranks in plain torch and compare with full attention",
         description="Exit status 0 only if the merged result is full attention's up to bf16.",
     )
-    demo.add_argument("--world-size", type=_positive, default=8, metavar="W", help="ranks (8)")
-    demo.add_argument(
+    ranks = demo.add_mutually_exclusive_group()
+    ranks.add_argument("--world-size", type=_positive, default=8, metavar="W", help="ranks (8)")
+    ranks.add_argument(
         "--processes", type=_positive, metavar="N", help="N gloo ranks in processes of their own"
     )
     demo.add_argument("--q-len", type=_positive, default=3, metavar="Q", help="query tokens (3)")

@@ -31,7 +31,7 @@ def reduce_scatter(receive: Tensor, send: Tensor, group: dist.ProcessGroup | Non
         scatter(receive, send, group=group)
     except RuntimeError as exc:
         # Older gloo has none; it says so before anything is sent, on every rank alike.
-        if "support" not in str(exc):
+        if "does not support" not in str(exc):
             raise
         raise UnsupportedConfigError(
             "mode='ag_rs' needs a reduce-scatter, which this process group has not.",

@@ -152,15 +152,21 @@ def token_slots(positions: Tensor, world_size: int, interleave_size: int = 1) ->
     Parameters
     ----------
     positions : Tensor of any shape, integer dtype
-        Global positions, from 0.
+        Global positions, from 0; what stands for padding comes out as no slot to use.
     world_size, interleave_size : int
         As in `DCP`; any interleave is placed, though only 1 can be decoded.
 
     Returns
     -------
     TokenSlots of the shape, dtype and device given
+
+    Raises
+    ------
+    InvalidInputError
+        A number is out of its range, or the positions are no integers.
     """
     check_ranks(world_size, 0, interleave_size)
+    _require_integers("positions", positions)
     stripe = positions // interleave_size
     local = stripe // world_size * interleave_size + positions % interleave_size
     return TokenSlots(stripe % world_size, local)
@@ -177,11 +183,33 @@ def token_positions(
         Local positions on `rank`, from 0.
     world_size, interleave_size : int
         As in `token_slots`.
-    rank : int, or Tensor that broadcasts with `local`
+    rank : int, or Tensor that broadcasts with `local`; a tensor's values are not looked at
+
+    Returns
+    -------
+    Tensor of the shape, dtype and device of `local`, which must hold the largest position
+
+    Raises
+    ------
+    InvalidInputError
+        As in `token_slots`.
     """
     check_ranks(world_size, 0 if isinstance(rank, Tensor) else rank, interleave_size)
+    _require_integers("local", local)
     stripe = local // interleave_size * world_size + rank
     return stripe * interleave_size + local % interleave_size
+
+
+def _require_integers(argument: str, tensor: Tensor) -> None:
+    if not is_tensor(tensor) or tensor.is_floating_point() or tensor.dtype is torch.bool:
+        raise InvalidInputError(
+            f"{argument} must be an integer tensor.",
+            found=f"{argument}: {describe(tensor)}.",
+            needed="a tensor of an integer dtype.",
+            fix="pass positions as int32 or int64.",
+            argument=argument,
+            value=describe(tensor),
+        )
 
 
 def causal_bounds(

@@ -13,9 +13,9 @@ from .lse import MLAState, merge_dcp_states
 
 __all__ = ["Batch", "Report", "run"]
 
-# bf16 rounds by at most 2**-9 of a value: once each rank's output, once the merged one. The LSE
+# bf16 rounds by at most 2**-8 of a value: once each rank's output, once the merged one. The LSE
 # stays float32.
-BF16_ROUNDINGS = 2 * 2.0**-9
+BF16_ROUNDINGS = 2 * 2.0**-8
 LSE_TOLERANCE = 1e-4
 
 _HEADS, _RANK, _ROPE, _PAGE = 16, 512, 64, 64

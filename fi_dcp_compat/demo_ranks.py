@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from .decode_dcp import decode_mla_dcp
 from .demo import LSE_TOLERANCE, Batch
-from .distributed import CombineMode, decode_mla_dcp
+from .distributed import CombineMode
 from .lse import MLAState
 
 __all__ = ["RanksReport", "run_ranks"]
@@ -47,7 +48,9 @@ def run_ranks(world_size: int, q_len: int, *, seed: int = 0) -> RanksReport:
         start_processes(  # type: ignore[no-untyped-call]  # torch leaves it so
             _rank, (world_size, q_len, seed, folder), world_size, start_method="spawn"
         )
-        ranks = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world_size)]
+        ranks = [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)
+        ]
     errors: dict[str, tuple[float, float]] = {}
     for mode in get_args(CombineMode):
         states: list[tuple[Tensor, Tensor]] = [found[mode] for found in ranks]

@@ -8,35 +8,28 @@ that must be equal on all ranks anyway; each docstring says which. Dimensions ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather, flat_bytes, reduce_scatter
-from .dcp import DCP
-from .decode import decode_mla
 from .features import LseBase
 from .lse import MLAState, check_lse_base, merge_dcp_states, merge_weights
-from .validation import describe, invalid, is_tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .arguments import RankArguments
+from .validation import invalid, is_tensor
 
 __all__ = [
     "CombineMode",
     "combine",
     "combine_buffers",
-    "decode_mla_dcp",
     "gather_query_heads",
 ]
 
 CombineMode = Literal["a2a", "ag_rs", "ag_ar"]
-# An integer of each size: bits are carried, not numbers, so nothing is rounded or made quiet.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+# Integers of their size: bits are carried, not numbers, so nothing is rounded or made quiet.
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 def gather_query_heads(query: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -61,13 +54,22 @@ def gather_query_heads(query: Tensor, group: dist.ProcessGroup | None = None) ->
     """
     if not is_tensor(query) or query.ndim < 2:
         invalid("query", "must be [.., H_local, D]", query, "[.., H_local, D]", "pass the query")
-    world_size = dist.get_world_size(group)
+    world_size = group_size(group)
     if world_size == 1:
         return query
     gathered = query.new_empty((world_size, *query.shape))
     # As bytes: not every backend has a collective for every dtype of a query.
     all_gather(flat_bytes(gathered), flat_bytes(query.contiguous()), group)
     return gathered.movedim(0, -3).flatten(-3, -2)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks the group has; InvalidInputError if this process is none of them."""
+    size: int = dist.get_world_size(group)
+    if size < 1:
+        needed = "a group that this process belongs to"
+        invalid("group", f"must be {needed}", group, needed, "call it on the group's ranks only")
+    return size
 
 
 class _Spec(NamedTuple):
@@ -85,7 +87,7 @@ def _specs(state: MLAState, world_size: int, mode: CombineMode) -> tuple[_Spec, 
     if mode == "ag_rs":
         return _Spec((world_size, *shape), torch.float32), _Spec(shape, torch.float32), lses
     itemsize = state.out.element_size()
-    packed = _Spec((world_size, *shape[:-1], dim + 4 // itemsize), _BITS[itemsize])
+    packed = _Spec((world_size, *shape[:-1], dim + 4 // itemsize), _BITS[state.out.dtype])
     return packed, packed
 
 
@@ -94,7 +96,18 @@ def combine_buffers(
 ) -> tuple[Tensor, ...]:
     """Allocate what `combine` needs for such a state, to be passed to it again and again.
 
-    A captured CUDA graph needs none: it keeps those of the call that it captured.
+    A captured CUDA graph needs none: it keeps those of the call that it captured. Those made under
+    ``torch.inference_mode`` are for calls under it.
+
+    Parameters
+    ----------
+    state, group, mode
+        As `combine` takes them; of the state the shapes, the dtype and the device count.
+
+    Raises
+    ------
+    InvalidInputError
+        As `combine`.
     """
     world_size = _check_state(state, group, mode)
     return tuple(
@@ -108,15 +121,15 @@ def combine(
     mode: CombineMode = "a2a",
     *,
     lse_base: LseBase = "e",
-    buffers: tuple[Tensor, ...] | None = None,
+    buffers: Sequence[Tensor] | None = None,
 ) -> MLAState:
     """Merge the partial states of all ranks of a group into the whole context's.
 
     Parameters
     ----------
-    state : MLAState, out [.., H, D], lse [.., H] float32
+    state : MLAState, out [.., H, D] bf16, fp16 or float32, lse [.., H] float32
         This rank's state of all heads, of equal shape and dtype on all ranks. One whose LSE is NaN
-        or infinite counts as empty, whatever its output holds.
+        or infinite counts as empty, whatever its output holds. Gradients are not carried.
     group : ProcessGroup, optional
         The DCP group; None: the default group.
     mode : {"a2a", "ag_rs", "ag_ar"}
@@ -125,7 +138,7 @@ def combine(
         "ag_ar": the same, all-reduced. Equal on all ranks, as is `lse_base`.
     lse_base : {"e", "2"}
         Base of ``state.lse`` and of the result.
-    buffers : tuple of Tensor, optional
+    buffers : sequence of Tensor, optional
         Of `combine_buffers` for such a state and mode; left out, they are allocated. The result
         of "ag_rs" and "ag_ar" in float32 lies in them.
 
@@ -144,31 +157,52 @@ def combine(
     """
     check_lse_base(lse_base)
     world_size = _check_state(state, group, mode)
-    if world_size == 1:
-        return merge_dcp_states([state.out], [state.lse], lse_base)
+    state = MLAState(state.out.detach(), state.lse.detach())
     if buffers is None:
         buffers = combine_buffers(state, group, mode)
-    specs = [(buffer.shape, buffer.dtype) for buffer in buffers]
-    if specs != list(_specs(state, world_size, mode)):
-        found = ", ".join(describe(buffer) for buffer in buffers)
-        needed = "those of combine_buffers for this state and mode"
-        invalid("buffers", f"must be {needed}", found, needed, "allocate others")
+    else:
+        _check_buffers(buffers, state, world_size, mode)
+    if world_size == 1:
+        return merge_dcp_states([state.out], [state.lse], lse_base)
     if mode == "a2a":
         return _exchange(state, group, lse_base, *buffers)
     return _reduce(state, group, lse_base, *buffers)
 
 
+def _check_buffers(
+    buffers: Sequence[Tensor], state: MLAState, world_size: int, mode: CombineMode
+) -> None:
+    specs, given = _specs(state, world_size, mode), list[object](buffers)
+    fits = len(given) == len(specs) and all(
+        isinstance(buffer, Tensor)
+        and (buffer.shape, buffer.dtype, buffer.device) == (*spec, state.out.device)
+        and buffer.is_contiguous()
+        for buffer, spec in zip(given, specs, strict=True)
+    )
+    if not fits:
+        needed = "those of combine_buffers for this state and mode"
+        invalid("buffers", f"must be {needed}", tuple(given), needed, "allocate others")
+
+
 def _check_state(state: MLAState, group: dist.ProcessGroup | None, mode: str) -> int:
     """Raise InvalidInputError unless the group can combine it, and return the group's size."""
-    if mode not in get_args(CombineMode):
-        needed = f"one of {', '.join(get_args(CombineMode))}"
-        invalid("mode", f"must be {needed}", mode, needed, "name one of those")
+    check_mode(mode)
+    needed = "out [.., H, D] bf16, fp16 or float32, and lse [.., H] float32, on one device"
+    given: object = state
+    if not isinstance(given, tuple) or len(given) != 2:
+        invalid("state", f"must be {needed}", given, needed, "pass what decode_mla returns")
     out, lse = state
-    fits = is_tensor(out) and is_tensor(lse) and out.ndim > 1 and out.shape[:-1] == lse.shape
-    if not fits or lse.dtype is not torch.float32 or out.element_size() not in _BITS:
-        needed = "out [.., H, D] and lse [.., H] float32"
+    if (
+        not is_tensor(out)
+        or not is_tensor(lse)
+        or out.ndim < 2
+        or out.shape[:-1] != lse.shape
+        or out.dtype not in _BITS
+        or lse.dtype is not torch.float32
+        or lse.device != out.device
+    ):
         invalid("state", f"must be {needed}", state, needed, "pass what decode_mla returns")
-    world_size = dist.get_world_size(group)
+    world_size = group_size(group)
     heads = out.shape[-2]
     if mode != "ag_ar" and heads % world_size:
         invalid(
@@ -179,6 +213,13 @@ def _check_state(state: MLAState, group: dist.ProcessGroup | None, mode: str) ->
             "gather the heads of all ranks first, or pass mode='ag_ar'",
         )
     return world_size
+
+
+def check_mode(mode: str) -> None:
+    """Raise InvalidInputError unless `mode` is one of the three."""
+    if mode not in get_args(CombineMode):
+        needed = f"one of {', '.join(get_args(CombineMode))}"
+        invalid("mode", f"must be {needed}", mode, needed, "name one of those")
 
 
 def _split(tensor: Tensor, behind: int, world_size: int) -> Tensor:
@@ -198,7 +239,9 @@ def _exchange(
     send[..., dim:] = _split(lse_bits, 1, world_size)
     dist.all_to_all_single(flat_bytes(receive), flat_bytes(send), group=group)
     outs = receive[..., :dim].view(state.out.dtype)
-    lses = receive[..., dim:].contiguous().view(torch.float32).squeeze(-1)
+    # A copy: where there is no token, what is contiguous keeps its odd strides.
+    lse_bits = receive[..., dim:].clone(memory_format=torch.contiguous_format)
+    lses = lse_bits.view(torch.float32).squeeze(-1)
     return merge_dcp_states(outs, lses, base)
 
 
@@ -219,58 +262,4 @@ def _reduce(
     send.copy_(_split(weighted, 1, world_size))
     (receive,) = received
     reduce_scatter(receive.view(-1), send.view(-1), group)
-    return MLAState(receive.to(state.out.dtype), _split(lse, 0, world_size)[rank])
-
-
-def decode_mla_dcp(
-    query: Tensor,
-    kv_cache: Tensor,
-    *,
-    causal_seqlens_kv_global: Tensor,
-    group: dist.ProcessGroup | None = None,
-    mode: CombineMode = "a2a",
-    interleave_size: int = 1,
-    lse_base: LseBase = "e",
-    **arguments: Unpack[RankArguments],
-) -> MLAState:
-    """Gather the heads, decode this rank's keys, and combine: local heads in, local heads out.
-
-    Parameters
-    ----------
-    query : Tensor, [B, q_len, H_local, D] or flat [num_tokens, H_local, D]
-        This rank's heads of all requests. On all ranks alike: shape and dtype.
-    kv_cache : Tensor
-        This rank's pages; as `decode_mla` takes it.
-    causal_seqlens_kv_global : Tensor, [B], int32
-        Global lengths, equal on all ranks; as in `DCP`.
-    group : ProcessGroup, optional
-        The DCP group; None: the default group. World size and rank are the group's.
-    mode : {"a2a", "ag_rs", "ag_ar"}
-        As in `combine`, equal on all ranks.
-    interleave_size : int
-        As in `DCP`, equal on all ranks.
-    **arguments
-        Those of `decode_mla`, but for ``dcp``, ``return_lse``, ``out`` and ``lse``. Rank-local:
-        ``workspace_buffer``, ``block_tables``, ``seq_lens``, ``max_seq_len``. The others are equal
-        on all ranks.
-
-    Returns
-    -------
-    MLAState
-        In the query's layout: ``out`` [.., H_local, kv_lora_rank], ``lse`` [.., H_local]; of the
-        heads of all ranks with "ag_ar".
-
-    Raises
-    ------
-    FlashInferCompatError
-        As `decode_mla` and `combine`. What only one rank can see (its cache, its tables) raises
-        on that rank; the others learn of it from the group when it leaves.
-    """
-    for name in ("out", "lse", "return_lse", "dcp"):
-        if name in arguments:
-            raise TypeError(f"decode_mla_dcp() got an unexpected keyword argument {name!r}")
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    dcp = DCP(world_size, rank, causal_seqlens_kv_global, interleave_size)
-    heads = gather_query_heads(query, group)
-    state = decode_mla(heads, kv_cache, dcp=dcp, lse_base=lse_base, **arguments)
-    return combine(state, group, mode, lse_base=lse_base)
+    return MLAState(receive.to(state.out.dtype), _split(lse, 0, world_size)[rank].contiguous())

@@ -90,17 +90,15 @@ def merge_dcp_states(
 
 def merge_weights(lses: Tensor, lse_base: LseBase) -> tuple[Tensor, Tensor]:
     """Return each state's weight [W, .., H] in the merged output, and the merged LSE [.., H]."""
-    lse = lses.float() * (_SCALE[("2", "e")] if lse_base == "2" else 1.0)
-    lse = torch.where(lse.isfinite(), lse, -torch.inf)
+    # In its own base, so that one state alone keeps its LSE to the bit.
+    power, log = (torch.exp, torch.log) if lse_base == "e" else (torch.exp2, torch.log2)
+    lse = torch.where(lses.isfinite(), lses.float(), -torch.inf)
     top = lse.amax(dim=0)
     # With every rank empty the maximum is -inf, and -inf - (-inf) would be NaN.
     top = torch.where(top.isfinite(), top, 0.0)
-    weights = torch.exp(lse - top)
+    weights = power(lse - top)
     total = weights.sum(dim=0)
-    merged = top + torch.log(total)
-    if lse_base == "2":
-        merged = merged * _SCALE[("e", "2")]
-    return weights / total.clamp(min=1.0), merged
+    return weights / total.clamp(min=1.0), top + log(total)
 
 
 def _stacked(argument: str, states: Tensor | Sequence[Tensor]) -> Tensor:

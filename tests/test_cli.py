@@ -182,10 +182,10 @@ def test_the_demo_fails_when_a_rank_forgets_a_key(
 
 
 def test_the_demo_runs_on_real_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = run(capsys, "--processes", "2", "--q-len", "2")
+    status, text = run(capsys, "--processes", "3")
     assert status == 0
     lines = text.splitlines()
-    assert lines[0].startswith("2 gloo ranks, q_len 2, max error against full attention")
+    assert lines[0].startswith("3 gloo ranks, q_len 3, max error against full attention")
     assert [line.split()[0] for line in lines[1:]] == ["a2a", "ag_rs", "ag_ar", "ok"]
 
 
@@ -209,6 +209,7 @@ REFUSED: list[tuple[str, str]] = [
     ("demo --world-size", "argument --world-size: expected one argument"),
     ("demo --q-len 0", "argument --q-len: "),
     ("demo --processes 0", "argument --processes: "),
+    ("demo --processes 2 --world-size 2", "not allowed with argument"),
     ("demo --ranks 8", "unrecognized arguments: --ranks 8"),
     ("demo --json", "unrecognized arguments: --json"),
     ("doctor --verbose", "unrecognized arguments: --verbose"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,15 @@ def test_with_interleave_1_a_slot_is_a_remainder_and_a_quotient() -> None:
 def test_a_slot_needs_a_group(world: int, rank: int, stripe: int) -> None:
     with pytest.raises(InvalidInputError):
         token_positions(torch.arange(3), world, rank, stripe)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.arange(3.0), torch.tensor([True]), [1, 2]], ids=lambda value: str(type(value))
+)
+def test_slots_and_positions_are_integers(wrong: Any) -> None:
+    for call in (lambda: token_slots(wrong, 4), lambda: token_positions(wrong, 4, 0)):
+        with pytest.raises(InvalidInputError, match="must be an integer tensor"):
+            call()
 
 
 @given(st.integers(1, 16), st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(1, 6))

@@ -48,6 +48,7 @@ LAYERS = (
     ("decode", "startup"),
     ("arguments", "collectives"),
     ("distributed",),
+    ("decode_dcp",),
     ("demo",),
     ("testing", "demo_ranks", "doctor", "wheels", "catalogue", "cli", "__main__"),
 )

@@ -92,7 +92,7 @@ def main() -> None:
         start_processes(  # type: ignore[no-untyped-call]  # torch leaves it so
             run, (folder,), RANKS, start_method="spawn"
         )
-        ranks = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]
+        ranks = [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(RANKS)]
     slowest = {
         name: [max(times) for times in zip(*(took[name] for took in ranks), strict=True)]
         for name in ranks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fi_dcp_compat import (
+    FlashInferCompatError,
     InvalidInputError,
     MLAState,
     UnsupportedConfigError,
@@ -93,10 +95,11 @@ def uniform_batches(rank: int, world_size: int) -> None:
         for q_len in (1, 3):
             # From q_len keys in all, of which most ranks hold none, to a page of each.
             requests = random_batch([q_len] * 3, [q_len, 9, 140], num_heads=heads)
-            for mode in MODES:
-                state = decode(requests, rank, world_size, heads, mode=mode, flat=q_len == 3)
+            for mode, flat in itertools.product(MODES, (False, True)):
+                state = decode(requests, rank, world_size, heads, mode=mode, flat=flat)
                 local = share(rank, world_size, heads, mode)
-                lead = (9,) if q_len == 3 else (3, 1)
+                lead = (3 * q_len,) if flat else (3, q_len)
+                assert state.lse.is_contiguous()
                 assert state.lse.shape == (*lead, len(range(heads)[local]))
                 assert_full_attention(state, requests, local)
 
@@ -130,10 +133,12 @@ def the_default_group_and_a_subgroup(rank: int, world_size: int) -> None:
         assert_full_attention(state, requests, share(rank % 2, 2, 8, mode))
 
 
-def random_states(world_size: int, front: tuple[int, ...], dtype: torch.dtype) -> MLAState:
+def random_states(
+    world_size: int, front: tuple[int, ...], dtype: torch.dtype, dim: int = 16
+) -> MLAState:
     """The states of all ranks, 8 heads, some of them empty in each of the ways."""
     random = torch.Generator().manual_seed(len(front))
-    outs = torch.randn(world_size, *front, 8, 16, generator=random).to(dtype)
+    outs = torch.randn(world_size, *front, 8, dim, generator=random).to(dtype)
     lses = 3 * torch.randn(world_size, *front, 8, generator=random)
     if front[0] > 2:
         lses[:, 0] = -torch.inf  # on every rank
@@ -146,8 +151,8 @@ def random_states(world_size: int, front: tuple[int, ...], dtype: torch.dtype) -
 @check
 def combining_is_merging(rank: int, world_size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for front in ((5,), (3, 2), (0,)):
-            outs, lses = random_states(world_size, front, dtype)
+        for front, dim in (((5,), 16), ((3, 2), 7), ((0,), 16), ((0,), 7), ((4,), 1)):
+            outs, lses = random_states(world_size, front, dtype, dim)
             for base in BASES:
                 merged = merge_dcp_states(outs, lses, base)
                 for mode in MODES:
@@ -217,13 +222,18 @@ COLLECTIVES = (
     "all_to_all",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "gather",
+    "irecv",
+    "isend",
+    "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
+    "send",
 )
 
 
@@ -270,6 +280,7 @@ def what_does_not_fit_the_group_is_refused_on_every_rank(
 ) -> list[tuple[str, str]]:
     odd = world_size + 1
     state = MLAState(torch.zeros(2, odd, 16), torch.zeros(2, odd))
+    requests = random_batch([2, 2], [3, 60], num_heads=8)
     calls: list[Callable[[], Any]] = [
         lambda: combine(state),
         lambda: combine(state, mode="ag_rs"),
@@ -278,16 +289,70 @@ def what_does_not_fit_the_group_is_refused_on_every_rank(
         lambda: combine(MLAState(state.out, state.lse[:1])),
         lambda: combine(MLAState(state.out, state.lse.double())),
         lambda: combine(MLAState(state.out.double(), state.lse)),
+        lambda: combine(MLAState(state.out.int(), state.lse)),
+        lambda: combine(None),  # type: ignore[arg-type]  # no state
+        lambda: combine((state.out,)),  # type: ignore[arg-type]  # half a state
+        lambda: combine(state, mode="ag_ar", buffers=(None, 3)),  # type: ignore[arg-type]
+        lambda: decode(requests, rank, world_size, 8, mode="ring"),
+        lambda: decode(requests, rank, world_size, 8, lse_base="10"),
+        lambda: decode(requests, rank, world_size, 8, interleave_size=64),
         lambda: gather_query_heads(torch.zeros(3)),
     ]
     said = []
     for call in calls:
-        with counted() as collectives, pytest.raises(InvalidInputError) as raised:
+        with counted() as collectives, pytest.raises(FlashInferCompatError) as raised:
             call()
         assert collectives == []
         said.append((raised.value.summary, raised.value.needed))
     assert combine(state, mode="ag_ar").out.shape == state.out.shape
     return said
+
+
+@check
+def a_group_of_others_is_refused(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    state = MLAState(torch.zeros(2, 8, 16), torch.zeros(2, 8))
+    if rank == 0:
+        # Alone it keeps what it has, to the bit, in either base.
+        lse = torch.randn(2, 8)
+        for base in BASES:
+            alone = combine(MLAState(state.out, lse), group, lse_base=base)
+            assert alone.lse.equal(lse)
+        return
+    calls: list[Callable[[], Any]] = [
+        lambda: combine(state, group),
+        lambda: combine_buffers(state, group),
+        lambda: gather_query_heads(state.out, group),
+        lambda: decode(random_batch([1], [3], num_heads=8), 0, 2, 8, group=group),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match="a group that this process belongs to"):
+            call()
+
+
+@check
+def keywords_are_checked_before_any_collective(rank: int, world_size: int) -> None:
+    requests = random_batch([2, 2], [3, 60], num_heads=8)
+    for name in ("out", "lse", "return_lse", "dcp", "query_len"):
+        extra: dict[str, Any] = {name: None}
+        with counted() as calls, pytest.raises(TypeError, match=rf"keyword argument '{name}'"):
+            decode(requests, rank, world_size, 8, **extra)
+        assert calls == []
+    tensors: list[Any] = [torch.zeros(2, 1, 8, 576), torch.zeros(1, 64, 576)]
+    bounds: dict[str, Any] = {"causal_seqlens_kv_global": requests.bounds()}
+    with counted() as calls, pytest.raises(TypeError, match="lacks the keyword argument"):
+        decode_mla_dcp(*tensors, **bounds)
+    assert calls == []
+
+
+@check
+def gradients_are_not_carried(rank: int, world_size: int) -> None:
+    outs, lses = random_states(world_size, (3, 2), torch.float32)
+    for mode in MODES:
+        state = MLAState(outs[rank].requires_grad_(), lses[rank])
+        buffers = combine_buffers(state, mode=mode)
+        for _ in range(2):
+            assert not combine(state, mode=mode, buffers=buffers).out.requires_grad
 
 
 @check

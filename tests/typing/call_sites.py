@@ -10,23 +10,32 @@ from dataclasses import dataclass
 import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from typing_extensions import assert_type
 
 from fi_dcp_compat import (
     DCP,
     BmmScales,
+    CombineMode,
     FlashInferABI,
     MLAState,
     Reason,
+    TokenSlots,
     bmm_scales,
     check,
+    combine,
+    combine_buffers,
     decode_mla,
+    decode_mla_dcp,
+    gather_query_heads,
     local_seq_lens,
     merge_dcp_states,
     prepare_decode_mla,
     probe,
     recorded,
     supports_combination,
+    token_positions,
+    token_slots,
     validate_dcp_config,
 )
 from fi_dcp_compat.testing import use_kernel
@@ -142,6 +151,42 @@ def others(q: Tensor, kv: Tensor, ws: Tensor, bt: Tensor, lens: Tensor) -> None:
     assert_type(local_seq_lens(10, 4, 1), int)
     assert_type(local_seq_lens(lens, 4, 1), Tensor)
     assert_type(bmm_scales(0.1, torch.float8_e4m3fn, 1.5, 0.5), BmmScales)
+
+
+def across_ranks(
+    q: Tensor, kv: Tensor, ws: Tensor, bt: Tensor, lens: Tensor, group: ProcessGroup
+) -> None:
+    mode: CombineMode = "a2a"
+    state = decode_mla_dcp(
+        q,
+        kv,
+        group=group,
+        mode=mode,
+        causal_seqlens_kv_global=lens,
+        workspace_buffer=ws,
+        block_tables=bt,
+        seq_lens=lens,
+        max_seq_len=9,
+        bmm1_scale=0.1,
+    )
+    assert_type(state, MLAState)
+    assert_type(combine(state, group, "ag_rs", buffers=combine_buffers(state, group)), MLAState)
+    assert_type(gather_query_heads(q, group), Tensor)
+    assert_type(token_slots(lens, 8), TokenSlots)
+    assert_type(token_positions(lens, 8, 3), Tensor)
+    combine(state, group, "ring")  # type: ignore[arg-type]  # no such mode
+    combine(q, group)  # type: ignore[arg-type]  # a bare tensor
+    decode_mla_dcp(  # type: ignore[call-arg]  # the output is the ranks' own
+        q,
+        kv,
+        causal_seqlens_kv_global=lens,
+        workspace_buffer=ws,
+        block_tables=bt,
+        seq_lens=lens,
+        max_seq_len=9,
+        bmm1_scale=0.1,
+        out=q,
+    )
 
 
 @dataclass
