@@ -158,12 +158,12 @@ def combine(
     check_lse_base(lse_base)
     world_size = _check_state(state, group, mode)
     state = MLAState(state.out.detach(), state.lse.detach())
-    if buffers is None:
-        buffers = combine_buffers(state, group, mode)
-    else:
+    if buffers is not None:
         _check_buffers(buffers, state, world_size, mode)
     if world_size == 1:
         return merge_dcp_states([state.out], [state.lse], lse_base)
+    if buffers is None:
+        buffers = combine_buffers(state, group, mode)
     if mode == "a2a":
         return _exchange(state, group, lse_base, *buffers)
     return _reduce(state, group, lse_base, *buffers)
@@ -254,7 +254,7 @@ def _reduce(
     world_size, rank = lses.shape[0], dist.get_rank(group)
     weight = weights[rank].unsqueeze(-1)
     # An empty state's weight is 0, but its output may be NaN.
-    weighted = torch.where(weight > 0, state.out.float(), 0.0) * weight
+    weighted = torch.where(weight > 0, state.out, 0.0).float().mul_(weight)
     if not received:
         send.copy_(weighted)
         dist.all_reduce(send, group=group)

@@ -84,7 +84,7 @@ def merge_dcp_states(
     weights, lse = merge_weights(lses, lse_base)
     weights = weights.unsqueeze(-1)
     # An empty state's weight is 0, but its output may be NaN.
-    out = (torch.where(weights > 0, outs.float(), 0.0) * weights).sum(dim=0)
+    out = torch.where(weights > 0, outs, 0.0).float().mul_(weights).sum(dim=0)
     return MLAState(out.to(outs.dtype), lse)
 
 
