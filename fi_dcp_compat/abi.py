@@ -11,11 +11,9 @@ from .errors import (
     FlashInferSignatureError,
     FlashInferVersionError,
     Reason,
-    UnsupportedConfigError,
     raise_first,
 )
 from .features import FEATURES, FIRST_RELEASE, ROWS, Feature, Features
-from .limits import INTERLEAVE_SIZES
 
 __all__ = [
     "DISTRIBUTION",
@@ -23,7 +21,6 @@ __all__ = [
     "FlashInferABI",
     "Parameter",
     "carries",
-    "interleave_reason",
     "missing_dcp",
     "missing_feature",
 ]
@@ -129,6 +126,12 @@ class FlashInferABI(_Facts):
         """Whether the version is known and neither a pre-release nor a dev build."""
         return self.release is not None and not self.release.is_prerelease
 
+    @property
+    def newly_required(self) -> tuple[str, ...]:
+        """The parameters without a default that no release up to the newest recorded one has."""
+        required = (p.name for p in self.parameters if p.required)
+        return tuple(name for name in required if name not in CORE_KEYWORDS)
+
     def lacks(self, *keywords: str) -> tuple[str, ...]:
         """Return those of `keywords` that the function does not take as keywords."""
         names = {parameter.name for parameter in self.parameters if parameter.by_keyword}
@@ -150,9 +153,14 @@ class FlashInferABI(_Facts):
         FlashInferVersionError
             The release is older than 0.6.17, or unknown and without the keywords.
         FlashInferSignatureError
-            The release is new enough but a keyword is missing.
+            The release is new enough but a keyword is missing, or another parameter is required.
         """
         reason = missing_dcp(self)
+        lost = self.lacks(*CORE_KEYWORDS, "return_lse")
+        if reason is None and lost:
+            reason = signature_reason(self, lost, "has lost")
+        elif reason is None and self.newly_required:
+            reason = signature_reason(self, self.newly_required, "newly requires")
         raise_first(() if reason is None else (reason,))
 
 
@@ -258,25 +266,27 @@ def missing_feature(
     )
 
 
+def signature_reason(
+    abi: FlashInferABI,
+    names: tuple[str, ...],
+    verb: str,
+    *,
+    like: str = "a recorded release",
+    instead: str = "",
+) -> Reason:
+    """Build the reason for a function whose parameters are not those of its version."""
+    fix = f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat"
+    return Reason(
+        FlashInferSignatureError,
+        names[0],
+        f"{FUNCTION} {verb} {', '.join(names)}.",
+        f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
+        f"the parameters of {like}, and no further required ones.",
+        f"{fix}, or {instead}." if instead else f"{fix}.",
+    )
+
+
 def missing_dcp(abi: FlashInferABI) -> Reason | None:
     """Return why a call with `dcp` cannot run on `abi`, or None if it can."""
     asked, instead = "decode_mla(dcp=...)", "call with dcp=None"
     return missing_feature(abi, "native_dcp", asked=asked, instead=instead)
-
-
-def interleave_reason(
-    world_size: int, interleave_size: int, supported: tuple[int, ...] = INTERLEAVE_SIZES
-) -> Reason | None:
-    """Return why the KV layout cannot be masked natively, or None if it can."""
-    if world_size == 1 or interleave_size in supported:
-        return None
-    return Reason(
-        error=UnsupportedConfigError,
-        argument="cp_kv_cache_interleave_size",
-        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
-        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
-        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
-        "local key k of rank r for global position W*k + r.",
-        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
-        "disaggregation may have raised it to the block size.",
-    )

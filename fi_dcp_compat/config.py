@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .errors import Reason, UnsupportedConfigError
+from .limits import INTERLEAVE_SIZES
 
-__all__ = ["BACKENDS", "Config", "refused", "value_reasons"]
+__all__ = ["BACKENDS", "Config", "interleave_reason", "refused", "value_reasons"]
 
 BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
 
@@ -97,3 +98,21 @@ def value_reasons(config: Config) -> Iterator[Reason]:
             "(major, minor), for example (10, 0), or None.",
             "pass torch.cuda.get_device_capability().",
         )
+
+
+def interleave_reason(
+    world_size: int, interleave_size: int, supported: tuple[int, ...] = INTERLEAVE_SIZES
+) -> Reason | None:
+    """Return why the KV layout cannot be masked natively, or None if it can."""
+    if world_size == 1 or interleave_size in supported:
+        return None
+    return Reason(
+        error=UnsupportedConfigError,
+        argument="cp_kv_cache_interleave_size",
+        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
+        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
+        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
+        "local key k of rank r for global position W*k + r.",
+        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
+        "disaggregation may have raised it to the block size.",
+    )

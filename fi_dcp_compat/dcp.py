@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .abi import interleave_reason
+from .config import interleave_reason
 from .errors import InvalidInputError
 from .validation import describe, is_tensor
 

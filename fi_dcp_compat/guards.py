@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Literal, cast
 from .abi import (
     ASSUME_VERSION,
     CORE_KEYWORDS,
-    DISTRIBUTION,
-    FUNCTION,
     FlashInferABI,
-    interleave_reason,
     missing_dcp,
     missing_feature,
+    signature_reason,
 )
 from .backends import RULES, arch_reason
-from .config import Config, refused, value_reasons
+from .config import Config, interleave_reason, refused, value_reasons
 from .errors import (
-    FlashInferSignatureError,
     InvalidInputError,
     Reason,
     UnsupportedConfigError,
@@ -203,27 +200,20 @@ def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     gone = (*abi.lacks(*CORE_KEYWORDS, *used), *(changed.missing if changed is not None else ()))
     named = ROWS[feature].keywords if missing is not None else ()
     lost = tuple(name for name in dict.fromkeys(gone) if name not in named)
-    new = tuple(p.name for p in abi.parameters if p.required and p.name not in CORE_KEYWORDS)
-    for names, verb in ((lost, "has lost"), (new, "newly requires")):
+    for names, verb in ((lost, "has lost"), (abi.newly_required, "newly requires")):
         if names:
             yield drift_reason(abi, names, verb)
 
 
-def drift_reason(abi: FlashInferABI, names: Sequence[str], verb: str = "has lost") -> Reason:
-    """Build the reason for a function whose parameters are not those of its version."""
+def drift_reason(abi: FlashInferABI, names: tuple[str, ...], verb: str = "has lost") -> Reason:
+    """Build the reason for drifted parameters, held against the nearest recorded release."""
     changed = drift(abi)
-    nearest = "" if changed is None else f"{changed.nearest.version}, the nearest recorded release"
-    fix = f"install a {DISTRIBUTION} that fi-dcp-compat records, or update fi-dcp-compat"
-    if changed is not None and not set(names) & {*CORE_KEYWORDS, *changed.required}:
-        fix += f", or set {ASSUME_VERSION}={changed.nearest.version} if nothing else changed"
-    return Reason(
-        FlashInferSignatureError,
-        names[0],
-        f"{FUNCTION} {verb} {', '.join(names)}.",
-        f"{abi.describe()}: ({', '.join(p.name for p in abi.parameters)}).",
-        f"the parameters of {nearest or 'a recorded release'}, and no further required ones.",
-        f"{fix}.",
-    )
+    if changed is None:
+        return signature_reason(abi, names, verb)
+    like, instead = f"{changed.nearest.version}, the nearest recorded release", ""
+    if not set(names) & {*CORE_KEYWORDS, *changed.required}:
+        instead = f"set {ASSUME_VERSION}={changed.nearest.version} if nothing else changed"
+    return signature_reason(abi, names, verb, like=like, instead=instead)
 
 
 def _dcp_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:

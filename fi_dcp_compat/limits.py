@@ -94,7 +94,7 @@ LIMITS = (
           ("65 to 127 heads", "compact queries with an LSE"),
           "0.6.16 core:3041, 3102", "routing.route"),
     Limit("DCP", "interleave sizes", INTERLEAVE_SIZES,
-          "0.6.17 fp16:3123: key k of rank r is W*k + r", "abi.interleave_reason"),
+          "0.6.17 fp16:3123: key k of rank r is W*k + r", "config.interleave_reason"),
     Limit("DCP", "backends", DCP_BACKENDS,
           "0.6.17 core:2235", "guards.candidates"),
     Limit("cute-dsl", "compute capabilities", BLACKWELL,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from .abi import FlashInferABI, interleave_reason
+from .abi import FlashInferABI
+from .config import interleave_reason
 from .errors import FlashInferCompatError, InvalidInputError
 from .guards import Backend, check
 from .limits import AUTO_BACKENDS, CUTE_DSL_PAGE_SIZES, FEW_HEADS, TRTLLM_GEN_PAGE_SIZES

@@ -358,6 +358,27 @@ def test_a_feature_that_no_signature_shows_can_be_assumed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        (recorded("0.7.4").parameters[1:], "has lost query."),
+        ((*recorded("0.7.4").parameters, Parameter("layout", None)), "newly requires layout."),
+        (
+            tuple(p for p in recorded("0.7.4").parameters if p.name != "return_lse"),
+            "has lost return_lse.",
+        ),
+    ],
+    ids=["no query", "a new required parameter", "no return_lse"],
+)
+@pytest.mark.parametrize("version", ["0.7.4", "0.8.0"])
+def test_native_dcp_needs_a_function_that_can_be_called(
+    version: str, parameters: tuple[Parameter, ...], text: str
+) -> None:
+    abi = recorded("0.7.4")._replace(version=version, parameters=parameters)
+    with pytest.raises(FlashInferSignatureError, match=text):
+        abi.require_native_dcp()
+
+
 def test_every_keyword_of_dcp_is_needed() -> None:
     for keyword in DCP_KEYWORDS:
         abi = without(recorded("0.7.4"), [keyword])
