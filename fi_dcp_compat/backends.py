@@ -117,7 +117,7 @@ def trtllm_gen_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
 
 def _tiles_heads(num_heads: int, padded: bool) -> bool:
     # C++ asks num_heads % min(num_heads, tile) == 0 with tile 8, 16 or 64 (kernels.cuh); since
-    # 0.6.16 up to 64 heads are padded to a tile (#4178).
+    # 0.6.16 up to 64 heads are padded to a tile (0.6.16 fmhaKernels.cuh:672).
     _, middle, largest = limits.TRTLLM_GEN_HEAD_TILES
     if num_heads > largest:
         return num_heads % largest == 0

@@ -106,13 +106,12 @@ def interleave_reason(
     """Return why the KV layout cannot be masked natively, or None if it can."""
     if world_size == 1 or interleave_size in supported:
         return None
-    return Reason(
-        error=UnsupportedConfigError,
-        argument="cp_kv_cache_interleave_size",
-        summary=f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
-        found=f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
-        needed="cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
+    return refused(
+        "cp_kv_cache_interleave_size",
+        f"cp_kv_cache_interleave_size={interleave_size} cannot be masked natively.",
+        f"interleave_size={interleave_size} with dcp_world_size={world_size}.",
+        "cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
         "local key k of rank r for global position W*k + r.",
-        fix="start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
+        "start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
         "disaggregation may have raised it to the block size.",
     )

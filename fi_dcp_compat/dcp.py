@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import interleave_reason
 from .errors import InvalidInputError
-from .validation import describe, is_tensor
+from .validation import describe, invalid, is_tensor
 
 __all__ = [
     "DCP",
@@ -202,14 +202,9 @@ def token_positions(
 
 def _require_integers(argument: str, tensor: Tensor) -> None:
     if not is_tensor(tensor) or tensor.is_floating_point() or tensor.dtype is torch.bool:
-        raise InvalidInputError(
-            f"{argument} must be an integer tensor.",
-            found=f"{argument}: {describe(tensor)}.",
-            needed="a tensor of an integer dtype.",
-            fix="pass positions as int32 or int64.",
-            argument=argument,
-            value=describe(tensor),
-        )
+        needed = "a tensor of an integer dtype"
+        fix = "pass positions as int32 or int64"
+        invalid(argument, "must be an integer tensor", tensor, needed, fix)
 
 
 def causal_bounds(

@@ -109,7 +109,10 @@ def combine_buffers(
     InvalidInputError
         As `combine`.
     """
-    world_size = _check_state(state, group, mode)
+    return _allocated(state, _check_state(state, group, mode), mode)
+
+
+def _allocated(state: MLAState, world_size: int, mode: CombineMode) -> tuple[Tensor, ...]:
     return tuple(
         state.out.new_empty(s.shape, dtype=s.dtype) for s in _specs(state, world_size, mode)
     )
@@ -161,9 +164,9 @@ def combine(
     if buffers is not None:
         _check_buffers(buffers, state, world_size, mode)
     if world_size == 1:
-        return merge_dcp_states([state.out], [state.lse], lse_base)
+        return merge_dcp_states(state.out.unsqueeze(0), state.lse.unsqueeze(0), lse_base)
     if buffers is None:
-        buffers = combine_buffers(state, group, mode)
+        buffers = _allocated(state, world_size, mode)
     if mode == "a2a":
         return _exchange(state, group, lse_base, *buffers)
     return _reduce(state, group, lse_base, *buffers)

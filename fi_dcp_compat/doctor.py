@@ -20,7 +20,7 @@ from .abi import (
     missing_feature,
     parse_version,
 )
-from .errors import FlashInferCompatError
+from .errors import FlashInferCompatError, Reason
 from .features import ROWS
 from .guards import check
 from .installed import COMPANIONS, find_distribution, installed_distributions, read_text
@@ -109,12 +109,12 @@ def diagnose(*, live: bool = False) -> Diagnosis:
     if abi is not None:
         missing = missing_feature(abi, "native_dcp", asked="Native DCP")
         if missing is not None:
-            reasons.append(Finding(f"{missing.summary} Found: {missing.found}", missing.fix))
+            reasons.append(_finding(missing))
         else:
             drifted = check(
                 abi, dcp_world_size=2, num_heads=128, q_len=1, page_size=64, dtype="bfloat16"
             )
-            reasons += [Finding(f"{r.summary} Found: {r.found}", r.fix) for r in drifted]
+            reasons += map(_finding, drifted)
         notes += [
             Finding(f"{abi.describe()}: {issue.problem}", f"{issue.instead}.")
             for issue in issues_of(abi)
@@ -135,8 +135,8 @@ def diagnose(*, live: bool = False) -> Diagnosis:
     return Diagnosis({name: versions.get(name) for name in PACKAGES}, abi, gpus, reasons, notes)
 
 
-def _finding(exc: FlashInferCompatError) -> Finding:
-    return Finding(f"{exc.summary} Found: {exc.found}", exc.fix)
+def _finding(problem: FlashInferCompatError | Reason) -> Finding:
+    return Finding(f"{problem.summary} Found: {problem.found}", problem.fix)
 
 
 def _torch_problems(version: str | None) -> list[Finding]:

@@ -70,7 +70,7 @@ def capabilities(abi: FlashInferABI) -> Capabilities:
             return_lse=return_lse,
         )
 
-    dcp = runs(2)
+    plain, dcp = runs(), runs(2)
     return Capabilities(
         lse_base_on_e=True,
         can_return_lse_for_decode=runs(return_lse=True),
@@ -79,9 +79,9 @@ def capabilities(abi: FlashInferABI) -> Capabilities:
         supports_dcp_compact_varlen=runs(2, varlen=True),
         supports_non_causal_dcp=False,
         query_len_support="varlen" if runs(varlen=True) else "uniform",
-        page_sizes=CUTE_DSL_PAGE_SIZES if runs() else (),
+        page_sizes=CUTE_DSL_PAGE_SIZES if plain else (),
         dcp_page_sizes=CUTE_DSL_PAGE_SIZES if dcp else (),
-        compute_capability_majors=tuple(AUTO_BACKENDS) if runs() else (),
+        compute_capability_majors=tuple(AUTO_BACKENDS) if plain else (),
     )
 
 

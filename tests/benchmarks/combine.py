@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from fi_dcp_compat import MLAState, combine, combine_buffers, merge_dcp_states
+from fi_dcp_compat.collectives import all_gather, flat_bytes
+from tests.ranks.launch import run_ranks
 
 RANKS, TOKENS, HEADS, DIM = 4, 64, 128, 512
 ROUNDS, CALLS = 40, 3
@@ -45,15 +46,14 @@ def arms(rank: int) -> dict[str, Callable[[], object]]:
     share = slice(rank * HEADS // RANKS, (rank + 1) * HEADS // RANKS)
     outs, lses = out.new_empty(RANKS, *out.shape), state.lse.new_empty(RANKS, *state.lse.shape)
     send, receive = combine_buffers(state)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def naive() -> MLAState:
-        gather(outs.view(-1), out.view(-1))
-        gather(lses.view(-1), state.lse.view(-1))
+        all_gather(outs.view(-1), out.view(-1), None)
+        all_gather(lses.view(-1), state.lse.view(-1), None)
         return merge_dcp_states(outs[:, :, share], lses[:, :, share])
 
     def bare() -> None:
-        dist.all_to_all_single(receive.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8))
+        dist.all_to_all_single(flat_bytes(receive), flat_bytes(send))
 
     buffers = combine_buffers(state)
     return {
@@ -67,11 +67,7 @@ def arms(rank: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+def run(rank: int, world_size: int) -> dict[str, list[float]]:
     calls = arms(rank)
     took: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(ROUNDS + 1):
@@ -82,17 +78,12 @@ def run(rank: int, folder: str) -> None:
                 calls[name]()
             if index:  # the first round warms up
                 took[name].append((time.perf_counter() - start) / CALLS)
-    torch.save(took, Path(folder, f"{rank}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    return took
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(  # type: ignore[no-untyped-call]  # torch leaves it so
-            run, (folder,), RANKS, start_method="spawn"
-        )
-        ranks = [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(RANKS)]
+        ranks = run_ranks(run, RANKS, Path(folder, "group"), timeout=600)
     slowest = {
         name: [max(times) for times in zip(*(took[name] for took in ranks), strict=True)]
         for name in ranks[0]

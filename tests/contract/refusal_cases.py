@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from functools import lru_cache
@@ -173,12 +172,6 @@ def direct(case: Case) -> dict[str, Any]:
             "causal_seqlens_kv_global": bounds(case),
         }
     return arguments
-
-
-def flashinfer_function() -> Callable[..., Any]:
-    module = importlib.import_module("flashinfer.decode")
-    function: Callable[..., Any] = module.trtllm_batch_decode_with_kv_cache_mla
-    return function
 
 
 def attempt(

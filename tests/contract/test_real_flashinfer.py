@@ -25,6 +25,8 @@ from fi_dcp_compat import (
 from tests.hostsim.batches import Batch, random_batch
 from tests.hostsim.simulation import Simulation, simulated_flashinfer
 
+from .release import arguments
+
 DTYPES = [
     pytest.param(torch.bfloat16, id="bf16"),
     pytest.param(torch.float8_e4m3fn, id="fp8"),
@@ -43,16 +45,6 @@ def simulation() -> Iterator[Simulation]:
 @pytest.fixture(scope="module")
 def workspace() -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.int8)
-
-
-def arguments(requests: Batch, workspace: Tensor, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    return {
-        "query": requests.query(),
-        "workspace_buffer": workspace,
-        "bmm1_scale": requests.scale,
-        "bmm2_scale": requests.output_scale,
-        **requests.paged(rank, world),
-    }
 
 
 def assert_full_attention(state: MLAState, requests: Batch, *, causal: bool = True) -> None:

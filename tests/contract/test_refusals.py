@@ -28,6 +28,7 @@ from fi_dcp_compat import (
     recorded,
 )
 from fi_dcp_compat.errors import Reason
+from tests.hostsim.calls import flashinfer_function
 from tests.hostsim.simulation import Simulation, simulated_flashinfer
 from tests.support import RELEASES
 
@@ -39,7 +40,6 @@ from .refusal_cases import (
     common,
     configuration,
     direct,
-    flashinfer_function,
     grid,
     listing,
 )

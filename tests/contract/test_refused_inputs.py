@@ -23,10 +23,11 @@ from fi_dcp_compat import (
     recorded,
 )
 from tests.hostsim.batches import Batch, random_batch
+from tests.hostsim.calls import decode, flashinfer_function
 from tests.hostsim.simulation import Simulation, simulated_flashinfer
 
 from .input_refusals import INPUTS_THAT_RUN
-from .refusal_cases import attempt, configuration, flashinfer_function, listing
+from .refusal_cases import attempt, configuration, listing
 from .refused_inputs import INPUTS, Input
 
 # What the emulation shows of an input, and the verdicts that agree with it: the launcher may
@@ -122,20 +123,6 @@ def test_every_refused_input_raises_in_flashinfer_or_is_listed(simulation: Simul
         if (id(entry), name) not in met
     ]
     assert not wrong, listing(wrong)
-
-
-def decode(requests: Batch, **keywords: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "query": requests.query(),
-        "workspace_buffer": torch.zeros(24 << 20, dtype=torch.int8),
-        "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "bmm1_scale": requests.scale,
-        "bmm2_scale": requests.output_scale,
-        **requests.paged(),
-    }
-    return flashinfer_function()(**(arguments | keywords))
 
 
 def decode_ranks(requests: Batch, ranks: list[Batch]) -> Tensor:

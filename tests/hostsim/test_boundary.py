@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from .batches import Batch, random_batch
+from .batches import random_batch
+from .calls import decode
 from .simulation import simulated_flashinfer
-
-
-def decode(requests: Batch, **keywords: object) -> Any:
-    entry_point: Callable[..., Any] = importlib.import_module(
-        "flashinfer.decode"
-    ).trtllm_batch_decode_with_kv_cache_mla
-    arguments: dict[str, object] = {
-        "query": requests.query(),
-        "workspace_buffer": torch.zeros(24 << 20, dtype=torch.int8),
-        "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "bmm1_scale": requests.scale,
-        "bmm2_scale": requests.output_scale,
-        **requests.paged(),
-    }
-    return entry_point(**(arguments | keywords))
 
 
 @pytest.mark.parametrize("backend", ["trtllm-gen", "cute-dsl"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from .batches import Batch, random_batch
+from .calls import decode
 from .simulation import Simulation, simulated_flashinfer
 
 State = tuple[Tensor, Tensor]
@@ -30,23 +31,6 @@ def simulation() -> Iterator[Simulation]:
 def require(simulation: Simulation, release: str) -> None:
     if Version(simulation.release) < Version(release):
         pytest.skip(f"FlashInfer {simulation.release} is older than {release}")
-
-
-def decode(requests: Batch, **keywords: object) -> Any:
-    entry_point: Callable[..., Any] = importlib.import_module(
-        "flashinfer.decode"
-    ).trtllm_batch_decode_with_kv_cache_mla
-    arguments: dict[str, object] = {
-        "query": requests.query(),
-        "workspace_buffer": torch.zeros(24 << 20, dtype=torch.int8),
-        "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "bmm1_scale": requests.scale,
-        "bmm2_scale": requests.output_scale,
-        **requests.paged(),
-    }
-    return entry_point(**(arguments | keywords))
 
 
 def decode_rank(requests: Batch, rank: int, world: int, **keywords: object) -> Any:
