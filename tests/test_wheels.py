@@ -173,6 +173,11 @@ def test_the_index_is_read_oldest_first(index: Path) -> None:
     assert available() == VERSIONS[:-1]
 
 
+def test_a_local_build_on_the_index_is_no_release(index: Path) -> None:
+    wheel(index, "0.7.5+cu130", recorded("0.7.4").parameters)
+    assert available() == VERSIONS
+
+
 def test_a_wheel_is_downloaded_once(index: Path, folder: Path) -> None:
     first = fetch("0.6.17", folder / "new")
     assert read_wheel(first) == recorded("0.6.17")
@@ -370,6 +375,21 @@ def test_an_interruption_leaves_the_records_whole(
     with pytest.raises(KeyboardInterrupt):
         write([recorded("0.6.0")])
     assert data.read_bytes() == before
+
+
+def test_records_that_cannot_be_written_end_with_status_2(
+    data: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(*paths: object) -> None:
+        raise PermissionError(13, "Permission denied", str(data))
+
+    wheel(folder, "0.7.5", recorded("0.7.4").parameters)
+    monkeypatch.setattr("os.replace", refused)
+    assert main(["releases", "--record", "0.7.5", "--wheels", str(folder)]) == 2
+    assert capsys.readouterr().err == f"[Errno 13] Permission denied: '{data}'\n"
 
 
 @pytest.mark.parametrize("option", ["--json", "--markdown"])
