@@ -286,10 +286,10 @@ def what_does_not_fit_the_group_is_refused_on_every_rank(
         lambda: combine(state, mode="ag_rs"),
         lambda: combine(state, mode="ring"),  # type: ignore[arg-type]  # no mode
         lambda: combine(state, lse_base="10"),  # type: ignore[arg-type]  # no base
-        lambda: combine(MLAState(state.out, state.lse[:1])),
-        lambda: combine(MLAState(state.out, state.lse.double())),
-        lambda: combine(MLAState(state.out.double(), state.lse)),
-        lambda: combine(MLAState(state.out.int(), state.lse)),
+        lambda: combine(MLAState(state.out, state.lse[:1]), mode="ag_ar"),
+        lambda: combine(MLAState(state.out, state.lse.double()), mode="ag_ar"),
+        lambda: combine(MLAState(state.out.double(), state.lse), mode="ag_ar"),
+        lambda: combine(MLAState(state.out.int(), state.lse), mode="ag_ar"),
         lambda: combine(None),  # type: ignore[arg-type]  # no state
         lambda: combine((state.out,)),  # type: ignore[arg-type]  # half a state
         lambda: combine(state, mode="ag_ar", buffers=(None, 3)),  # type: ignore[arg-type]
