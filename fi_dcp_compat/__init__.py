@@ -33,9 +33,10 @@ if TYPE_CHECKING:
         NotPreparedError,
         Reason,
         UnsupportedConfigError,
+        raise_first,
     )
-    from .features import Features
-    from .guards import check
+    from .features import Features, LseBase
+    from .guards import Backend, check
     from .lse import MLAState, merge_dcp_states
     from .prepared import MLADecoder
     from .probing import probe
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .sizes import counter_bytes, min_workspace_bytes
     from .startup import (
         Capabilities,
+        ParallelConfig,
         capabilities,
         supports_combination,
         validate_dcp_config,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DCP",
+    "Backend",
     "BmmScales",
     "Capabilities",
     "CombineMode",
@@ -66,9 +69,11 @@ __all__ = [
     "FlashInferVersionError",
     "FlatRows",
     "InvalidInputError",
+    "LseBase",
     "MLADecoder",
     "MLAState",
     "NotPreparedError",
+    "ParallelConfig",
     "Parameter",
     "Reason",
     "TokenSlots",
@@ -91,6 +96,7 @@ __all__ = [
     "min_workspace_bytes",
     "prepare_decode_mla",
     "probe",
+    "raise_first",
     "recorded",
     "supports_combination",
     "token_positions",
@@ -99,6 +105,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Backend": "guards",
     "BmmScales": "scales",
     "Capabilities": "startup",
     "CombineMode": "distributed",
@@ -113,9 +120,11 @@ _HOME = {
     "FlashInferVersionError": "errors",
     "FlatRows": "dcp",
     "InvalidInputError": "errors",
+    "LseBase": "features",
     "MLADecoder": "prepared",
     "MLAState": "lse",
     "NotPreparedError": "errors",
+    "ParallelConfig": "startup",
     "Parameter": "abi",
     "Reason": "errors",
     "TokenSlots": "dcp",
@@ -137,6 +146,7 @@ _HOME = {
     "min_workspace_bytes": "sizes",
     "prepare_decode_mla": "decode",
     "probe": "probing",
+    "raise_first": "errors",
     "recorded": "releases",
     "supports_combination": "startup",
     "token_positions": "dcp",

@@ -232,8 +232,8 @@ def missing_feature(
             f"{asked} cannot tell what this kernel takes.",
             f"a kernel whose signature cannot be read ({abi.unreadable}).",
             "FlashInfer's function, or a mock that carries its signature.",
-            "build the mock with unittest.mock.create_autospec of a function that has it, or say "
-            f'what it stands for: use_kernel(mock, recorded("{ROWS["native_dcp"].since}")).',
+            f'use fi_dcp_compat.testing.mock_kernel("{ROWS["native_dcp"].since}"), or say what '
+            f'yours stands for: use_kernel(mock, recorded("{ROWS["native_dcp"].since}")).',
         )
     gone = abi.lacks(*row.keywords)
     fix = upgrade_command(abi, row.since)

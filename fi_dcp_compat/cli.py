@@ -124,7 +124,7 @@ def _releases(arguments: argparse.Namespace) -> int:
                 print(line, flush=True)
             return 0
         releases = differences = 0
-        for name, lines in wheels.verify(arguments.verify, arguments.wheels):
+        for name, lines in wheels.verify(arguments.verify or (), arguments.wheels):
             releases, differences = releases + 1, differences + len(lines)
             for line in lines:
                 print(f"{name}: {line}", flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,10 +13,15 @@ from .errors import UnsupportedConfigError
 __all__ = ["all_gather", "flat_bytes", "reduce_scatter"]
 
 
+def _named(name: str, older: str) -> Callable[..., object]:
+    # torch 2.13 warns of the name that older ones alone have.
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, older)
+    return found
+
+
 def all_gather(receive: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
     """Gather `send` of every rank into `receive`, [W * n]."""
-    # torch 2.13 warns of the name that older ones alone have.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = _named("all_gather_single", "all_gather_into_tensor")
     gather(receive, send, group=group)
 
 
@@ -26,7 +33,7 @@ def reduce_scatter(receive: Tensor, send: Tensor, group: dist.ProcessGroup | Non
     UnsupportedConfigError
         The group's backend has no such collective.
     """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
     try:
         scatter(receive, send, group=group)
     except RuntimeError as exc:

@@ -7,7 +7,7 @@ Off unless ``FI_DCP_COMPAT_DEBUG=1`` (a prepared decoder reads it when it is pre
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -25,7 +25,7 @@ _switched_on: ContextVar[bool] = ContextVar("debug_checks", default=False)
 
 
 @contextmanager
-def debug_checks() -> Iterator[None]:
+def debug_checks() -> Generator[None]:
     """Check the values of each call inside the block; each check synchronises.
 
     Rank-local lengths are held against the global ones, real lengths against the block table,
@@ -172,7 +172,7 @@ def _refuse_rows(
     if not bool(rows.any()):
         return
     row = int(rows.long().argmax())
-    value = values[row].tolist()
+    value = int(values[row])
     raise InvalidInputError(
         f"{argument}[{row}] {problem}.",
         found=f"{argument}[{row}] = {value}." if shown is None else f"{shown}[{row}] is {value}.",

@@ -9,7 +9,6 @@ H : query heads as the kernel gets them. D : kv_lora_rank + qk_rope_head_dim. W 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -23,8 +22,7 @@ from .guards import Backend, config_reasons
 from .inputs import Step, require_cache
 from .lse import MLAState, check_lse_base
 from .plans import Settings, bind, check_dtypes, check_settings
-from .prepared import MLADecoder
-from .probing import Binding
+from .prepared import MLADecoder, decoder_for
 from .scales import require_scales, skip_softmax_factor
 from .validation import invalid, is_tensor
 
@@ -209,7 +207,7 @@ def decode_mla(
         lse,
         multi_ctas_kv_counter_buffer,
     )
-    decoder = _prepared(binding, settings, debug.requested())
+    decoder = decoder_for(binding, settings, debug.requested())
     result, states = decoder.decode(step, bmm1_scale, bmm2_scale, sinks)
     return result if states is None else MLAState(result, states)
 
@@ -271,8 +269,3 @@ def prepare_decode_mla(
     raise_first(config_reasons(binding.abi, settings.config()))
     require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
     return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks, checking=debug.requested())
-
-
-@lru_cache(maxsize=256)
-def _prepared(binding: Binding, settings: Settings, checking: bool) -> MLADecoder:
-    return MLADecoder(binding, settings, checking=checking)

@@ -53,12 +53,13 @@ class Report(NamedTuple):
 def run(world_size: int, q_len: int, *, seed: int = 0) -> Report:
     """Decode a small batch over `world_size` ranks through `decode_mla`, and merge."""
     batch = Batch.drawn(world_size, q_len, seed)
-    states, local_lens = [], []
+    states: list[MLAState] = []
+    local_lens: list[list[int]] = []
     for rank in range(world_size):
         arguments = batch.arguments(world_size, rank)
         dcp = DCP(world_size, rank, batch.causal)
         states.append(decode_mla(batch.query, dcp=dcp, **arguments))
-        local_lens.append(arguments["seq_lens"].tolist())
+        local_lens.append([int(length) for length in arguments["seq_lens"]])
     merged = merge_dcp_states([s.out for s in states], [s.lse for s in states])
     out_error, lse_error = batch.errors(merged)
     return Report(
@@ -138,7 +139,7 @@ def _paged(shards: list[Tensor], longest: int) -> tuple[Tensor, Tensor]:
     cache = torch.zeros(len(shards) * width, _PAGE, shards[0].shape[1], dtype=torch.bfloat16)
     # Pages are handed out backwards, so a table that is not read shows.
     tables = torch.arange(len(cache) - 1, -1, -1, dtype=torch.int32).view(len(shards), width)
-    for table, shard in zip(tables.tolist(), shards, strict=True):
+    for table, shard in zip(tables, shards, strict=True):
         for start, page in zip(range(0, len(shard), _PAGE), table, strict=False):
             tokens = shard[start : start + _PAGE]
             cache[page, : len(tokens)] = tokens

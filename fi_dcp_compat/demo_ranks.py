@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import start_processes  # pyright: ignore[reportUnknownVariableType]
 
 from .decode_dcp import decode_mla_dcp
 from .demo import LSE_TOLERANCE, Batch

@@ -236,7 +236,7 @@ def _gpu_problems(gpus: list[Gpu], abi: FlashInferABI | None) -> list[Finding]:
             )
         ]
     rubin = abi is not None and abi.features.cute_dsl_sm107
-    able = {*BLACKWELL} | ({(10, 7)} if rubin else set())
+    able: set[tuple[int, int]] = {*BLACKWELL} | ({(10, 7)} if rubin else set())
     if any(gpu.compute_capability in able for gpu in gpus):
         return []
     names = ", ".join(

@@ -56,8 +56,9 @@ class FlashInferCompatError(RuntimeError):
         self.fix = fix
         self.argument = argument
         # Plain values only: these errors are pickled, and must not keep a tensor alive.
-        self.value = value if isinstance(value, (int, float, str, type(None))) else repr(value)
-        self.reasons = tuple(reasons)
+        plain = value if isinstance(value, (int, float, str, type(None))) else repr(value)
+        self.value: int | float | str | None = plain
+        self.reasons: tuple[Reason, ...] = tuple(reasons)
         super().__init__(summary)
 
     def __str__(self) -> str:

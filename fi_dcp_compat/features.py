@@ -51,10 +51,38 @@ DCP_KEYWORDS = ("enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global")
 
 # fmt: off
 FEATURES = (
+    Feature("kv_cache_3d", "0.6.1", (),
+            "caches of [num_pages, page_size, D]",
+            "0.6.1 mla.py:80; 0.6.0:78 raises",
+            "forwarding.forward"),
+    Feature("skip_softmax", "0.6.4", ("skip_softmax_threshold_scale_factor",),
+            "skip-softmax threshold",
+            "0.6.4 mla.py:537",
+            "dropin_guards.release_reasons"),
+    Feature("separate_kv_idx", "0.6.7", ("uses_shared_paged_kv_idx",),
+            "block tables of keys and values apart",
+            "0.6.7 mla.py:610",
+            "dropin_guards.release_reasons"),
+    Feature("out_4d", "0.6.8", (),
+            "output buffers of [B, q_len, H, kv_lora_rank]",
+            "0.6.8 core:758; 0.6.7 mla.py:749 takes [B, H, kv_lora_rank]",
+            "forwarding.forward"),
+    Feature("cute_dsl", "0.6.8", (),
+            "cute-dsl backend",
+            "0.6.8 core:801; 0.6.7 mla.py raises",
+            "dropin_guards.release_reasons"),
+    Feature("is_var_seq", "0.6.8", ("is_var_seq",),
+            "promise of equal lengths",
+            "0.6.8 core:610",
+            "dropin_guards.release_reasons"),
     Feature("return_lse", "0.6.12", ("lse", "return_lse"),
             "LSE",
             "#3116; 0.6.12 core:1273",
             "guards.config_reasons"),
+    Feature("cute_dsl_impl", "0.6.12", ("cute_dsl_impl",),
+            "choice of the cute-dsl kernel",
+            "0.6.12 core:1076",
+            "dropin_guards.release_reasons"),
     Feature("cute_dsl_lse", "0.6.13", (),
             "LSE from cute-dsl",
             "#3309; 0.6.13 fp16:1459, 0.6.12 core:1379 raises",
@@ -71,6 +99,10 @@ FEATURES = (
             "tuned choice between trtllm-gen and cute-dsl",
             "0.6.13 core:1920",
             "routing.route"),
+    Feature("lse_3d", "0.6.13", (),
+            "LSE buffers of [B, q_len, H]",
+            "0.6.13 core:1884; 0.6.12 core:1279 raises",
+            "testing.mock_kernel"),
     Feature("trtllm_tensor_scales", "0.6.14", (),
             "tensor bmm1_scale in the reduction of KV splits",
             "0.6.14 fmhaReduction.cu:130; 0.6.13:130 takes the host's scalar",
@@ -83,6 +115,14 @@ FEATURES = (
             "compact variable-length queries",
             "0.6.14 core:2861",
             "backends.trtllm_gen_rules"),
+    Feature("kv_scale_format", "0.6.14", ("kv_scale_format",),
+            "scale formats of packed caches",
+            "0.6.14 core:2553",
+            "dropin_guards.release_reasons"),
+    Feature("sparse_backend", "0.6.14", (),
+            "sparse backend",
+            "0.6.14 core:2810; 0.6.13 core:1823",
+            "dropin_guards.release_reasons"),
     Feature("counters_apart", "0.6.15", (),
             "counters outside the workspace on trtllm-gen",
             "#3582; 0.6.15 launcher:237, 0.6.12 launcher:225",
@@ -120,6 +160,10 @@ FEATURES = (
             "native DCP keywords",
             "#4178; 0.6.17 core:2146",
             "abi.missing_dcp"),
+    Feature("sparse_top_k_lens", "0.6.17", ("sparse_mla_top_k_lens",),
+            "lengths of sparse MLA's top k",
+            "0.6.17 core:2929",
+            "dropin_guards.release_reasons"),
     Feature("trtllm_compact_splits", "0.6.18", (),
             "reduction of KV splits request by request",
             "0.6.18 fmhaReduction.cu:98; 0.6.17:96 takes the longest",
@@ -128,6 +172,10 @@ FEATURES = (
             "cute-dsl kernels for 10.7",
             "0.6.18 mla_decode_fp16.py:3153; 0.6.17:3146 stops at sm_103f",
             "backends.cute_dsl_rules"),
+    Feature("fp16_softmax", "0.6.18", ("use_fp16_softmax",),
+            "FP16 softmax on compute capability 10.7",
+            "0.6.18 core:3534",
+            "dropin_guards.release_reasons"),
     Feature("jit_cache_exact", "0.7.0", (),
             "whole comparison of the jit-cache wheel's version",
             "0.7.0 jit/env.py:148",
@@ -145,6 +193,10 @@ FEATURES = (
             "choice of the LSE base",
             "#4485, #4650; 0.7.1 core:3819",
             "routing.route"),
+    Feature("cake_backend", "0.7.1", (),
+            "cake backend",
+            "0.7.1 core:3882",
+            "dropin_guards.release_reasons"),
     Feature("companions_may_differ", "0.7.2", (),
             "import beside companion wheels of another version",
             "0.7.2 jit/env.py:119 warns, 0.7.1:105 raises",
@@ -164,32 +216,34 @@ FEATURES = (
 )
 # fmt: on
 
-OLDEST_RELEASE = FEATURES[0].since  # FEATURES is in order
-
-# Keywords that no row above is about; they too prove a release to one whose version is unknown.
-_OTHER_KEYWORDS = {
-    "cute_dsl_impl": "0.6.12",
-    "kv_scale_format": "0.6.14",
-    "sparse_mla_top_k_lens": "0.6.17",
-    "use_fp16_softmax": "0.6.18",
-}
 FIRST_RELEASE: Mapping[str, str] = MappingProxyType(
-    {keyword: row.since for row in FEATURES for keyword in row.keywords} | _OTHER_KEYWORDS
+    {keyword: row.since for row in FEATURES for keyword in row.keywords}
 )
 ROWS: Mapping[str, Feature] = MappingProxyType({row.name: row for row in FEATURES})
+OLDEST_RELEASE = ROWS["return_lse"].since  # of what decode_mla runs on
 
 
 class Features(NamedTuple):
     """What a release can do: one field a row of `FEATURES`, and what follows from them."""
 
+    kv_cache_3d: bool
+    skip_softmax: bool
+    separate_kv_idx: bool
+    out_4d: bool
+    cute_dsl: bool
+    is_var_seq: bool
     return_lse: bool
+    cute_dsl_impl: bool
     cute_dsl_lse: bool
     cute_dsl_causal: bool
     cute_dsl_bf16_out: bool
     auto_tunes: bool
+    lse_3d: bool
     trtllm_tensor_scales: bool
     uint8_workspace: bool
     compact_queries: bool
+    kv_scale_format: bool
+    sparse_backend: bool
     counters_apart: bool
     cute_dsl_long_q: bool
     counter_buffer: bool
@@ -199,12 +253,15 @@ class Features(NamedTuple):
     trtllm_sm107: bool
     native_table_width: bool
     native_dcp: bool
+    sparse_top_k_lens: bool
     trtllm_compact_splits: bool
     cute_dsl_sm107: bool
+    fp16_softmax: bool
     jit_cache_exact: bool
     varlen_dcp: bool
     imports_without_cuda: bool
     return_lse_base: bool
+    cake_backend: bool
     companions_may_differ: bool
     max_seq_len_compiles: bool
     splits_48: bool

@@ -203,7 +203,7 @@ def warn_of(abi: FlashInferABI, backend: str, *, compact: bool) -> None:
 def _callers_level() -> int:
     """Count the frames up to the first outside of this package, for `warnings.warn`."""
     package = __name__.rpartition(".")[0]
-    level, frame = 1, sys._getframe(1)
+    level, frame = 1, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_globals.get("__package__") == package:
         level, frame = level + 1, frame.f_back
     return level

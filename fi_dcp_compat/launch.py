@@ -12,7 +12,7 @@ from .plans import Plan
 from .probing import Binding
 from .validation import describe
 
-__all__ = ["call_kernel", "step_arguments", "wrong_result"]
+__all__ = ["call_kernel", "kernel_scales", "step_arguments", "wrong_result"]
 
 # The text of the RuntimeError that 0.7.4 raises (mla_decode.py:281).
 _NOT_PREPARED = "must be prepared before CUDA graph capture"
@@ -54,6 +54,17 @@ def step_arguments(
     elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
         arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
     return arguments
+
+
+def kernel_scales(
+    plan: Plan, bmm1_scale: float | Tensor, bmm2_scale: float | Tensor
+) -> tuple[float | Tensor, float | Tensor]:
+    """Return the scales as the kernel means them."""
+    if not plan.xqa:
+        return bmm1_scale, bmm2_scale
+    # It multiplies the scores by both (mla_sm120.cu:464), and takes an int for a tensor.
+    bmm2_scale = float(bmm2_scale)
+    return bmm1_scale / bmm2_scale, bmm2_scale
 
 
 def call_kernel(binding: Binding, arguments: dict[str, object]) -> tuple[Tensor, Tensor | None]:

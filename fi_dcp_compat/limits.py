@@ -53,7 +53,9 @@ BLACKWELL = ((10, 0), (10, 3))
 AUTO_BACKENDS: Mapping[int, tuple[str, ...]] = MappingProxyType(
     {10: ("trtllm-gen", "cute-dsl"), 12: ("xqa",)}
 )
-LSE_BASES: Mapping[str, LseBase] = MappingProxyType({"trtllm-gen": "2", "cute-dsl": "e"})
+LSE_BASES: Mapping[str, LseBase] = MappingProxyType(
+    {"trtllm-gen": "2", "cute-dsl": "e", "sparse": "2", "cake": "2"}
+)
 INTERLEAVE_SIZES = (1,)
 DCP_BACKENDS = ("cute-dsl",)
 
@@ -147,5 +149,9 @@ LIMITS = (
           "0.6.12 jit/xqa.py:148", "backends.xqa_rules"),
     Limit("xqa", "dtypes of query and cache", XQA_DTYPES,
           "0.6.12 jit/xqa.py:150", "backends.xqa_rules"),
+    Limit("sparse", "base of the LSE, as documented", (LSE_BASES["sparse"],),
+          "0.7.4 core:3702", "forwarding.forward"),
+    Limit("cake", "base of the LSE, whatever return_lse_base says", (LSE_BASES["cake"],),
+          "0.7.1 core:3882 leaves the keyword unread", "forwarding.forward"),
 )
 # fmt: on

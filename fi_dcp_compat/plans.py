@@ -19,7 +19,7 @@ from .routing import Route, route
 from .sizes import folded_tokens
 from .validation import invalid, require_int
 
-__all__ = ["Plan", "Settings", "bind", "check_dtypes", "check_settings", "make_plan"]
+__all__ = ["Plan", "Settings", "bind", "check_dtypes", "check_settings", "make_plan", "out_dtype"]
 
 
 class Settings(NamedTuple):
@@ -124,22 +124,26 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
         keywords["skip_softmax_threshold_scale_factor"] = settings.skip_softmax
     if settings.enable_pdl is not None:
         keywords["enable_pdl"] = settings.enable_pdl
-    out_dtype = torch.bfloat16
-    if path.backend == "reference" and settings.dtype is torch.float32:
-        out_dtype = torch.float32
-    elif path.backend == "cute-dsl" and not abi.features.cute_dsl_bf16_out:
-        out_dtype = torch.float16 if settings.dtype is torch.float16 else torch.bfloat16
     return Plan(
         route=path,
         keywords=keywords,
         known=frozenset(parameter.name for parameter in abi.parameters),
-        out_dtype=out_dtype,
+        out_dtype=out_dtype(abi, path.backend, settings.dtype),
         strided_tables=path.may_run == ("cute-dsl",),
         whole_heads="cute-dsl" in path.may_run
         and not abi.features.cute_dsl_sliced_heads
         and folded_tokens(config.num_heads, config.flattened().q_len) > 1,
         xqa=path.backend == "xqa",
     )
+
+
+def out_dtype(abi: FlashInferABI, backend: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the output for a query of `dtype`: bf16, with two exceptions."""
+    if backend == "reference" and dtype is torch.float32:
+        return dtype
+    if backend == "cute-dsl" and not abi.features.cute_dsl_bf16_out and dtype is torch.float16:
+        return dtype
+    return torch.bfloat16
 
 
 @lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ Dimensions are those of `decode`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .inputs import (
     require_sinks,
 )
 from .known_issues import warn_of
-from .launch import call_kernel, step_arguments, wrong_result
+from .launch import call_kernel, kernel_scales, step_arguments, wrong_result
 from .limits import CUTE_DSL_TILE_ROWS, GRID_Y_MAX, TABLE_TOKENS
 from .plans import Plan, Settings, make_plan
 from .probing import Binding
@@ -33,7 +33,7 @@ from .scales import require_scales
 from .sizes import check_workspace
 from .validation import invalid
 
-__all__ = ["MLADecoder"]
+__all__ = ["MLADecoder", "decoder_for"]
 
 
 class _Gpu(NamedTuple):
@@ -43,7 +43,7 @@ class _Gpu(NamedTuple):
 
 @cache
 def _gpu(device: torch.device) -> _Gpu:
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)  # pyright: ignore[reportUnknownVariableType]
     return _Gpu(torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
@@ -126,6 +126,53 @@ class MLADecoder:
         bmm2_scale: float | Tensor | None,
         sinks: Tensor | Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
+        plan, layout, rows, cache, checking = self.vet(step, bmm1_scale, bmm2_scale, sinks)
+        settings, query, shape = self._settings, step.query, step.query.shape[:-1]
+        if not layout.num_tokens:
+            empty = query.new_empty((*shape, settings.kv_lora_rank), dtype=plan.out_dtype)
+            states = query.new_empty(shape, dtype=torch.float32) if settings.return_lse else None
+            return empty if step.out is None else step.out, states if step.lse is None else step.lse
+        arguments = step_arguments(step, layout, rows, plan)
+        arguments["kv_cache"] = cache
+        bmm2_scale = 1.0 if bmm2_scale is None else bmm2_scale
+        arguments["bmm1_scale"], arguments["bmm2_scale"] = kernel_scales(
+            plan, bmm1_scale, bmm2_scale
+        )
+        if sinks is not None:
+            arguments["sinks"] = sinks if isinstance(sinks, Tensor) else sinks[0]
+        if not plan.known >= arguments.keys():
+            abi = self._binding.abi
+            raise drift_reason(abi, abi.lacks(*arguments)).exception()
+        out, lse = call_kernel(self._binding, arguments)
+        # The kernel wrote into the caller's buffers, which are in the query's layout already.
+        try:
+            out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
+            if lse is not None:
+                lse = step.lse if step.lse is not None else lse.view(shape)
+        except RuntimeError as exc:
+            shapes = f"out {[*shape, settings.kv_lora_rank]} and lse {list(shape)}, up to views"
+            raise wrong_result((out, lse), shapes) from exc
+        if lse is not None and plan.route.lse_factor is not None:
+            lse.mul_(plan.route.lse_factor)
+        if checking:
+            debug.check_result(step, layout, settings.dcp_world_size, out, lse)
+        return out, lse
+
+    def vet(
+        self,
+        step: Step,
+        bmm1_scale: float | Tensor,
+        bmm2_scale: float | Tensor | None,
+        sinks: Tensor | Sequence[Tensor] | None,
+    ) -> tuple[Plan, QueryLayout, QueryLayout, Tensor, bool]:
+        """Raise unless the step can run.
+
+        Returns
+        -------
+        (Plan, QueryLayout, QueryLayout, Tensor, bool)
+            The plan, the query's layout, the rows that are launched, the cache in 4-D, and
+            whether values are checked.
+        """
         settings, query = self._settings, step.query
         layout = query_layout(step, settings.kv_lora_rank + settings.qk_rope_head_dim)
         if query.dtype is not settings.dtype:
@@ -145,45 +192,12 @@ class MLADecoder:
         cache, rows = self._checked(step, layout, plan, gpu)
         require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype, device)
         if sinks is not None:
-            sinks = require_sinks(sinks, layout.num_heads, device)
-        shape = query.shape[:-1]
-        if not layout.num_tokens:
-            empty = query.new_empty((*shape, settings.kv_lora_rank), dtype=plan.out_dtype)
-            states = query.new_empty(shape, dtype=torch.float32) if settings.return_lse else None
-            return empty if step.out is None else step.out, states if step.lse is None else step.lse
-        checking = debug.enabled(query, requested=self._checking)
+            require_sinks(sinks, layout.num_heads, device)
+        world, rank = settings.dcp_world_size, settings.dcp_rank
+        checking = layout.num_tokens > 0 and debug.enabled(query, requested=self._checking)
         if checking:
-            debug.check_values(
-                step, layout, cache.shape, settings.dcp_world_size, settings.dcp_rank
-            )
-        arguments = step_arguments(step, layout, rows, plan)
-        arguments["kv_cache"] = cache
-        bmm2_scale = 1.0 if bmm2_scale is None else bmm2_scale
-        if plan.xqa:
-            # It multiplies the scores by both (mla_sm120.cu:464), and takes an int for a tensor.
-            bmm2_scale = float(bmm2_scale)
-            bmm1_scale = bmm1_scale / bmm2_scale
-        arguments["bmm1_scale"] = bmm1_scale
-        arguments["bmm2_scale"] = bmm2_scale
-        if sinks is not None:
-            arguments["sinks"] = sinks
-        if not plan.known >= arguments.keys():
-            abi = self._binding.abi
-            raise drift_reason(abi, abi.lacks(*arguments)).exception()
-        out, lse = call_kernel(self._binding, arguments)
-        # The kernel wrote into the caller's buffers, which are in the query's layout already.
-        try:
-            out = step.out if step.out is not None else out.view(*shape, settings.kv_lora_rank)
-            if lse is not None:
-                lse = step.lse if step.lse is not None else lse.view(shape)
-        except RuntimeError as exc:
-            shapes = f"out {[*shape, settings.kv_lora_rank]} and lse {list(shape)}, up to views"
-            raise wrong_result((out, lse), shapes) from exc
-        if lse is not None and plan.route.lse_factor is not None:
-            lse.mul_(plan.route.lse_factor)
-        if checking:
-            debug.check_result(step, layout, settings.dcp_world_size, out, lse)
-        return out, lse
+            debug.check_values(step, layout, cache.shape, world, rank)
+        return plan, layout, rows, cache, checking
 
     def _checked(
         self, step: Step, layout: QueryLayout, plan: Plan, gpu: _Gpu | None
@@ -247,3 +261,9 @@ class MLADecoder:
                 warn_of(self._binding.abi, plan.route.backend, compact=layout.compact)
             self._plans[key] = plan
         return plan
+
+
+@lru_cache(maxsize=256)
+def decoder_for(binding: Binding, settings: Settings, checking: bool) -> MLADecoder:
+    """Return the decoder of these settings; each call brings its own scales and sinks."""
+    return MLADecoder(binding, settings, checking=checking)

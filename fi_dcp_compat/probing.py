@@ -48,13 +48,15 @@ Kernel: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Tensor]]"
 class Binding:
     """A kernel and what is known of it; compared by identity, so caches can be keyed on it."""
 
-    __slots__ = ("abi", "genuine", "kernel")
+    __slots__ = ("abi", "genuine", "kernel", "taken")
 
     def __init__(self, kernel: Kernel, abi: FlashInferABI, *, genuine: bool = False) -> None:
-        self.kernel = kernel
-        self.abi = abi
-        self.genuine = genuine
+        self.kernel: Kernel = kernel
+        self.abi: FlashInferABI = abi
+        self.genuine: bool = genuine
         """Whether it is FlashInfer's own code, which runs on a GPU only."""
+        self.taken: set[object] = set()
+        """The kinds of drop-in calls that the release was found to take."""
 
 
 class _Probe:
@@ -92,7 +94,7 @@ class _Probe:
         _static_abi.cache_clear()
 
 
-probe = _Probe()
+probe: _Probe = _Probe()
 
 # The kernel that a test installed (testing.use_kernel), the only state besides the caches.
 _installed: Binding | None = None
@@ -153,6 +155,9 @@ def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
             for parameter in signature.parameters.values()
         )
         inner = inspect.unwrap(kernel)
+        told: object = getattr(kernel, "flashinfer_version", None)
+        if isinstance(told, str):  # testing.mock_kernel says what it stands for
+            version = told
         if takes_anything(parameters):
             unreadable = f"{type(kernel).__name__} with the signature {signature}"
     except Exception as exc:  # noqa: BLE001  # a stand-in may raise anything when it is asked

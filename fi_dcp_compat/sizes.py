@@ -10,12 +10,18 @@ from .config import BACKENDS
 from .errors import InvalidInputError
 from .guards import Backend
 from .inputs import QueryLayout, Step
-from .limits import CUTE_DSL_TILE_ROWS, CUTE_DSL_WORKSPACE_DTYPES, TRTLLM_GEN_COUNTER_BYTES
+from .limits import (
+    AUTO_BACKENDS,
+    CUTE_DSL_TILE_ROWS,
+    CUTE_DSL_WORKSPACE_DTYPES,
+    TRTLLM_GEN_COUNTER_BYTES,
+)
 from .validation import POINTER_ALIGNMENT, describe, invalid, is_tensor, require_int
 
-__all__ = ["check_workspace", "counter_bytes", "min_workspace_bytes"]
+__all__ = ["check_workspace", "counter_bytes", "min_workspace_bytes", "needed_bytes"]
 
-_ROW_FLOATS = 512 + 1
+# A tile of partial sums in float32: kv_lora_rank of each row, and its LSE.
+_TILE_BYTES = CUTE_DSL_TILE_ROWS * (512 + 1) * 4
 _WORKSPACE_ALIGNMENT = 32
 
 
@@ -28,28 +34,30 @@ def min_workspace_bytes(
     num_heads: int,
     return_lse: bool,
     sm_count: int,
-    num_tokens: int | None = None,
+    varlen: bool = False,
 ) -> int:
-    """Return the bytes below which FlashInfer refuses, or overruns, the workspace.
+    """Return the bytes that suffice for every batch of up to `batch` requests.
+
+    `decode_mla` refuses less than the batch at hand needs, which on cute-dsl is more for a small
+    one: its keys are split over the idle multiprocessors. It is the need of the longest contexts,
+    so every rank of a DCP group, whose ``max_seq_len`` differ, needs the same.
 
     On trtllm-gen the scratch for KV splits comes on top, of a size that no release tells: stacks
     allocate 128 MiB in all, 256 MiB with an LSE.
 
-    On cute-dsl it is the need of the longest contexts, so that every rank of a DCP group, whose
-    ``max_seq_len`` differ, needs the same.
-
     Parameters
     ----------
     backend : str
-        "auto" is what auto picks untuned, trtllm-gen.
+        "auto" is whatever auto may run on compute capability 10.x, DCP's cute-dsl included.
     abi : FlashInferABI
         The release: counters lie in the workspace up to 0.6.14, and the split cap grew in 0.7.2.
     batch, q_len, num_heads : int
-        Requests, query tokens of each (``max_q_len`` for variable lengths) and query heads.
+        Requests, query tokens of each and query heads, at most.
     sm_count : int
         Streaming multiprocessors of the GPU.
-    num_tokens : int, optional
-        Query tokens of a variable-length batch.
+    varlen : bool
+        Whether requests of different query lengths, 1 to `q_len`, share a batch
+        (``cum_seq_lens_q``). Padding requests without a token take more than this.
 
     Raises
     ------
@@ -60,10 +68,16 @@ def min_workspace_bytes(
         needed = f"one of {', '.join(BACKENDS)}"
         invalid("backend", f"must be {needed}", backend, needed, "name one of those")
     _require_positive(batch=batch, q_len=q_len, num_heads=num_heads, sm_count=sm_count)
-    return _needed_bytes(backend, abi, batch, q_len, num_heads, return_lse, sm_count, num_tokens)
+    names: tuple[str, ...] = AUTO_BACKENDS[10] if backend == "auto" else (backend,)
+    return max(
+        _cute_dsl_bound(abi, batch, q_len, num_heads, sm_count, varlen)
+        if name == "cute-dsl"
+        else needed_bytes(name, abi, batch, q_len, num_heads, return_lse, sm_count)
+        for name in names
+    )
 
 
-def _needed_bytes(
+def needed_bytes(
     backend: str,
     abi: FlashInferABI,
     batch: int,
@@ -71,8 +85,9 @@ def _needed_bytes(
     num_heads: int,
     return_lse: bool,
     sm_count: int,
-    num_tokens: int | None,
+    num_tokens: int | None = None,
 ) -> int:
+    """Return the bytes that one batch needs; `num_tokens` of query if they are compact."""
     if backend == "reference":
         return 0
     if backend == "xqa":
@@ -86,19 +101,36 @@ def _needed_bytes(
 def _cute_dsl_bytes(
     abi: FlashInferABI, batch: int, q_len: int, num_heads: int, sm_count: int, tokens: int | None
 ) -> int:
-    features = abi.features
-    if features.cute_dsl_compact_queries:
+    if abi.features.cute_dsl_compact_queries:
         tiles = -(-q_len * num_heads // CUTE_DSL_TILE_ROWS)
         busy = batch * tiles if tokens is None else max(1, min(tokens, batch * tiles))
-        cap = 128 if features.splits_128 else 48 if features.splits_48 else 32
-        splits = min(cap, max(1, sm_count // (2 * busy)))
+        splits = min(_split_cap(abi), max(1, sm_count // (2 * busy)))
     else:
         # Up to 0.6.15 a tile holds whole query tokens.
-        tiles = q_len // (folded_tokens(num_heads, q_len) if features.cute_dsl_causal else 1)
-        splits = min(32, max(1, sm_count // batch // (2 * tiles)))
-    if splits == 1:
-        return 0
-    return batch * tiles * CUTE_DSL_TILE_ROWS * splits * _ROW_FLOATS * 4
+        tiles = q_len // (folded_tokens(num_heads, q_len) if abi.features.cute_dsl_causal else 1)
+        splits = min(_split_cap(abi), max(1, sm_count // batch // (2 * tiles)))
+    return 0 if splits == 1 else batch * tiles * splits * _TILE_BYTES
+
+
+def _cute_dsl_bound(
+    abi: FlashInferABI, batch: int, q_len: int, num_heads: int, sm_count: int, varlen: bool
+) -> int:
+    """Bound `_cute_dsl_bytes` over all smaller batches, which it may be the larger for."""
+    compact = abi.features.cute_dsl_compact_queries
+    tiles = [-(-q * num_heads // CUTE_DSL_TILE_ROWS) if compact else q for q in range(1, q_len + 1)]
+    # The splits fill half of the multiprocessors. With different lengths each request's share of
+    # the scratch is that of the longest, but the others have one token and keep fewer busy.
+    filled = sm_count // 2
+    if varlen and compact:
+        filled = max(
+            share * (batch * sm_count // (2 * (batch + others)))
+            for others, share in enumerate(tiles)
+        )
+    return min(batch * tiles[-1] * _split_cap(abi), filled) * _TILE_BYTES
+
+
+def _split_cap(abi: FlashInferABI) -> int:
+    return 128 if abi.features.splits_128 else 48 if abi.features.splits_48 else 32
 
 
 def folded_tokens(num_heads: int, q_len: int) -> int:
@@ -168,7 +200,7 @@ def check_workspace(
         needed = f"at most {counted} (request, head) pairs on {abi.describe()}"
         invalid("query", f"must have {needed}", step.query, needed, "split the batch")
     if layout.batch and (sm_count is not None or backend != "cute-dsl"):
-        need = _needed_bytes(
+        need = needed_bytes(
             backend,
             abi,
             layout.batch,

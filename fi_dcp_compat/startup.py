@@ -17,7 +17,13 @@ from .releases import newest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Capabilities", "capabilities", "supports_combination", "validate_dcp_config"]
+__all__ = [
+    "Capabilities",
+    "ParallelConfig",
+    "capabilities",
+    "supports_combination",
+    "validate_dcp_config",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,20 +33,27 @@ class Capabilities:
     Attributes
     ----------
     lse_base_on_e : bool
-        Always True: `decode_mla` returns the natural log unless asked otherwise.
-    can_return_lse_for_decode, supports_dcp : bool
+        Read by what merges the ranks' states: the base of their LSE. Always True, `decode_mla`
+        returns the natural log unless asked otherwise.
+    can_return_lse_for_decode : bool
+        Read before DCP, or a cascade, is switched on: states are merged by their LSE.
+    supports_dcp : bool
+        Read when a parallel configuration with DCP is accepted for this backend.
     supports_dcp_with_varlen : bool
-        Several query tokens a request with DCP, all requests alike.
+        Read when speculative decoding is combined with DCP: several query tokens a request, all
+        requests alike.
     supports_dcp_compact_varlen : bool
-        Requests of different query lengths with DCP (``cum_seq_lens_q``).
+        Read by the scheduler: whether requests of different query lengths may share a DCP batch
+        (``cum_seq_lens_q``) or have to be padded.
     supports_non_causal_dcp : bool
-        Always False; `flatten_query_rows` makes causal calls of it.
+        Read when a drafter has a non-causal block. Always False; `flatten_query_rows` makes causal
+        calls of one.
     query_len_support : {"single_only", "uniform", "varlen"}
-        What a decode without DCP takes.
+        Read where decodes are split from prefills: what a decode without DCP takes.
     page_sizes, dcp_page_sizes : tuple of int
-        Without and with DCP, tokens per page.
+        Read when the KV cache's block size is chosen: tokens per page, without and with DCP.
     compute_capability_majors : tuple of int
-        Of the GPUs that have a kernel; DCP runs on 10 only.
+        Read when the backend is selected: of the GPUs that have a kernel. DCP runs on 10 only.
     """
 
     lse_base_on_e: bool
@@ -161,6 +174,9 @@ class ParallelConfig(Protocol):
 
 def validate_dcp_config(parallel_config: ParallelConfig) -> None:
     """Refuse at start-up a parallel configuration whose KV layout cannot be decoded natively.
+
+    Any object with the two fields will do: vLLM's ``ParallelConfig``, or a dataclass. A stack that
+    has no interleave, as SGLang, calls ``check(probe(), dcp_world_size=...)`` alone.
 
     Raises
     ------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} on {value.device}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {', '.join(map(describe, value)) or 'nothing'}"
+        parts = cast("Sequence[object]", value)
+        return f"{type(parts).__name__} of {', '.join(map(describe, parts)) or 'nothing'}"
     return f"{value!r} ({type(value).__name__})"
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
@@ -59,7 +59,7 @@ def fetch(version: str, folder: Path) -> Path:
 
 
 @contextmanager
-def _kept_in(folder: Path | None) -> Iterator[Path]:
+def _kept_in(folder: Path | None) -> Generator[Path]:
     """Give the folder for wheels: the caller's, or one that is deleted again."""
     if folder is not None:
         yield folder

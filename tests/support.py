@@ -1,15 +1,16 @@
-"""Calls to start from, and mocks that carry a release's real signature."""
+"""Calls to start from."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
-from unittest.mock import MagicMock, create_autospec
 
 import torch
 from torch import Tensor
 
-from fi_dcp_compat import DCP, FlashInferABI, recorded
+from fi_dcp_compat import DCP, FlashInferABI
+from fi_dcp_compat.testing import mock_kernel
 
 RELEASES = (
     "0.6.12",
@@ -30,18 +31,7 @@ SCALE = 0.05
 
 
 def signature(abi: FlashInferABI) -> inspect.Signature:
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                parameter.name,
-                getattr(inspect.Parameter, parameter.kind),
-                default=inspect.Parameter.empty
-                if parameter.default is None
-                else eval(parameter.default),
-            )
-            for parameter in abi.parameters
-        ]
-    )
+    return inspect.signature(mock_kernel(abi))
 
 
 def stub_result(**call: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,18 +48,10 @@ def stub_result(**call: Any) -> Tensor | tuple[Tensor, Tensor]:
     ) else lse.fill_(1.0)
 
 
-def mock_of(abi: FlashInferABI) -> MagicMock:
-    """A mock that shows the ABI's signature and enforces it."""
-
-    def kernel(**call: Any) -> Any: ...
-
-    kernel.__signature__ = signature(abi)  # type: ignore[attr-defined]  # inspect reads it
-    mock: MagicMock = create_autospec(kernel, side_effect=stub_result)
-    return mock
-
-
-def mock_kernel(version: str) -> MagicMock:
-    return mock_of(recorded(version))
+@functools.cache
+def _workspace() -> Tensor:
+    # No mock writes into it, and a new one would take most of a test's time.
+    return torch.zeros(32 << 20, dtype=torch.int8)
 
 
 def call(
@@ -89,7 +71,7 @@ def call(
     arguments: dict[str, Any] = {
         "query": torch.zeros(batch, q_len, heads, dim).to(dtype),
         "kv_cache": torch.zeros(batch * width, page_size, dim).to(dtype),
-        "workspace_buffer": torch.zeros(32 << 20, dtype=torch.int8),
+        "workspace_buffer": _workspace(),
         "block_tables": torch.arange(batch * width, dtype=torch.int32).view(batch, width),
         "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
         "max_seq_len": 7,

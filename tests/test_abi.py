@@ -329,7 +329,7 @@ def test_native_dcp_is_there_from_0_6_17_on(version: str) -> None:
 def test_a_reason_names_the_release_of_its_row_and_the_found_one(row: Any) -> None:
     asked, instead = "this", "do that"
     assert missing_feature(recorded("0.7.4"), row.name, asked=asked, instead=instead) is None
-    old = "0.6.13" if row.name == "cute_dsl_sliced_heads" else "0.6.11"
+    old = [version for version in VERSIONS if not getattr(recorded(version).features, row.name)][-1]
     reason = missing_feature(recorded(old), row.name, asked=asked, instead=instead)
     assert reason is not None
     assert reason.error is FlashInferVersionError

@@ -20,10 +20,10 @@ from fi_dcp_compat import (
     prepare_decode_mla,
     recorded,
 )
-from fi_dcp_compat.testing import use_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.contract.test_decode_call import Dispatched
 from tests.hostsim.batches import random_batch
-from tests.support import call, dcp_of, mock_kernel
+from tests.support import call, dcp_of
 from tests.test_guards import gpu
 
 INT = torch.int32

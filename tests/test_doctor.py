@@ -15,9 +15,8 @@ import pytest
 from fi_dcp_compat import Parameter, cli, doctor, probe, recorded
 from fi_dcp_compat.doctor import Diagnosis, Finding, diagnose, render
 from fi_dcp_compat.machine import Gpu, visible_gpus
-from fi_dcp_compat.testing import use_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.fakes import Site, answer_of, fake_site, header
-from tests.support import mock_kernel
 
 B200 = Gpu("NVIDIA B200", (10, 0))
 B300 = Gpu("NVIDIA B300", (10, 3))

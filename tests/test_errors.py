@@ -26,8 +26,8 @@ from fi_dcp_compat import (
 )
 from fi_dcp_compat import errors as module
 from fi_dcp_compat.errors import raise_first
-from fi_dcp_compat.testing import use_kernel
-from tests.support import call, mock_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import call
 
 SECOND_BASE: dict[type[FlashInferCompatError], type[Exception]] = {
     FlashInferCompatError: RuntimeError,

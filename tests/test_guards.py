@@ -33,8 +33,8 @@ from fi_dcp_compat import (
 from fi_dcp_compat.errors import raise_first
 from fi_dcp_compat.features import FEATURES
 from fi_dcp_compat.limits import LIMITS
-from fi_dcp_compat.testing import use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel, signature, stub_result
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, signature, stub_result
 
 Config = dict[str, Any]
 
@@ -452,8 +452,8 @@ FAULTS: dict[str, Fault] = {
         "decode_mla cannot tell what this kernel takes.",
         "a kernel whose signature cannot be read (MagicMock: no signature).",
         "FlashInfer's function, or a mock that carries its signature.",
-        "build the mock with unittest.mock.create_autospec of a function that has it, or say "
-        'what it stands for: use_kernel(mock, recorded("0.6.17")).',
+        'use fi_dcp_compat.testing.mock_kernel("0.6.17"), or say what yours stands for: '
+        'use_kernel(mock, recorded("0.6.17")).',
     ),
 }
 

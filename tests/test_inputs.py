@@ -24,9 +24,9 @@ from fi_dcp_compat import (
     recorded,
 )
 from fi_dcp_compat.probing import Binding, install_kernel
-from fi_dcp_compat.testing import use_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.contract.test_decode_call import Dispatched
-from tests.support import call, dcp_of, mock_kernel, stub_result
+from tests.support import call, dcp_of, stub_result
 from tests.test_guards import gpu
 
 INT = torch.int32

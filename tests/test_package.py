@@ -45,12 +45,16 @@ LAYERS = (
     ("inputs", "scales", "sizes"),
     ("routing",),
     ("plans", "launch", "debug", "prepared"),
-    ("decode", "startup"),
-    ("arguments", "collectives"),
+    ("arguments",),
+    ("dropin_guards",),
+    ("forwarding",),
+    ("decode", "dropin", "startup"),
+    ("collectives",),
     ("distributed",),
     ("decode_dcp",),
     ("demo",),
     ("testing", "demo_ranks", "doctor", "wheels", "catalogue", "cli", "__main__"),
+    ("pytest_plugin",),
 )
 TABLES = ("features", "limits", "known_issues")
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -36,9 +36,9 @@ from fi_dcp_compat.abi import FUNCTION
 from fi_dcp_compat.features import DCP_KEYWORDS
 from fi_dcp_compat.probing import bind_kernel
 from fi_dcp_compat.releases import recorded_versions
-from fi_dcp_compat.testing import use_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.fakes import Site, answer_of, fake_site
-from tests.support import mock_kernel, signature, stub_result
+from tests.support import signature, stub_result
 
 CUBIN_MISMATCH = (
     "flashinfer-cubin version (0.6.13) does not match flashinfer version (0.6.15). "
@@ -281,6 +281,14 @@ def test_a_kernel_installed_without_an_abi_is_read_from_its_signature() -> None:
     with use_kernel(mock_kernel("0.6.17")) as abi:
         assert probe() == abi
     assert abi.parameters == recorded("0.6.17").parameters
+    assert abi.version == "0.6.17"
+    assert abi.features == recorded("0.6.17").features
+
+    def own(**call: Any) -> None: ...
+
+    own.__signature__ = signature(recorded("0.6.17"))  # type: ignore[attr-defined]  # inspect's
+    with use_kernel(create_autospec(own)) as abi:
+        assert abi.parameters == recorded("0.6.17").parameters
     assert abi.release is None
     assert abi.features.native_dcp is True
     with use_kernel(MagicMock()) as abi:
@@ -551,7 +559,7 @@ def test_a_stand_in_without_a_signature_supports_nothing(unreadable: FlashInferA
     for world_size in (1, 8):
         reasons = check(unreadable, **CONFIGURATION, dcp_world_size=world_size)
         assert "signature cannot be read" in reasons[0].found
-        assert "create_autospec" in reasons[0].fix
+        assert 'mock_kernel("0.6.17")' in reasons[0].fix
 
 
 def test_a_stand_in_without_a_signature_is_unknown_for_dcp_as_for_any_call(
@@ -602,7 +610,7 @@ def test_patching_the_function_needs_no_cache_clear(
     with monkeypatch.context() as patched:
         patch(mock_kernel("0.6.16"), patched)
         assert probe().lacks(*DCP_KEYWORDS) == DCP_KEYWORDS
-        with pytest.raises(FlashInferSignatureError, match="enable_dcp"):
+        with pytest.raises(FlashInferVersionError, match="enable_dcp"):
             probe().require_native_dcp()
     assert probe() is before
 

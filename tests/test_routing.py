@@ -19,8 +19,8 @@ from fi_dcp_compat import (
 from fi_dcp_compat.config import Config
 from fi_dcp_compat.features import LseBase
 from fi_dcp_compat.routing import Route, route
-from fi_dcp_compat.testing import use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import DCP_RELEASES, RELEASES, call, dcp_of
 
 BOTH = ("trtllm-gen", "cute-dsl")
 COMPACT = {"varlen": True, "q_len": 3}
@@ -191,7 +191,7 @@ def test_10_0_and_10_3_run_what_is_run_without_asking(
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 def test_12_runs_xqa_by_name(version: str, capability: tuple[int, int]) -> None:
     path = routed(version, num_heads=128, compute_capability=capability)
-    assert path == Route("xqa", ("xqa",), False, None, None)
+    assert path == Route("xqa", ("xqa",), ("xqa",), False, None, None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (11, 0)])

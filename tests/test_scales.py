@@ -19,8 +19,8 @@ from fi_dcp_compat import (
     recorded,
 )
 from fi_dcp_compat.scales import BmmScales, skip_softmax_factor
-from fi_dcp_compat.testing import use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import DCP_RELEASES, RELEASES, call, dcp_of
 
 FP8 = torch.float8_e4m3fn
 OTHERS = [torch.bfloat16, torch.float16, torch.float32]

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from packaging.version import Version
 
 from fi_dcp_compat import (
     FlashInferABI,
@@ -21,23 +22,27 @@ from fi_dcp_compat import (
     min_workspace_bytes,
     recorded,
 )
-from fi_dcp_compat.testing import use_kernel
-from tests.support import RELEASES, call, dcp_of, mock_kernel
+from fi_dcp_compat.sizes import needed_bytes
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import RELEASES, call, dcp_of
 from tests.test_guards import gpu
 
 MIB = 2**20
 
 
+def sizes(version: str, changes: dict[str, Any]) -> dict[str, Any]:
+    usual = {"batch": 1, "q_len": 1, "num_heads": 16, "return_lse": False, "sm_count": 148}
+    return {"abi": recorded(version)} | usual | changes
+
+
 def need(backend: Any, version: str = "0.7.4", **changes: Any) -> int:
-    sizes: dict[str, Any] = {
-        "abi": recorded(version),
-        "batch": 1,
-        "q_len": 1,
-        "num_heads": 16,
-        "return_lse": False,
-        "sm_count": 148,
-    }
-    return min_workspace_bytes(backend, **(sizes | changes))
+    """The need of one batch, which a call is held to."""
+    return needed_bytes("trtllm-gen" if backend == "auto" else backend, **sizes(version, changes))
+
+
+def enough(backend: Any, version: str = "0.7.4", **changes: Any) -> int:
+    """What suffices for all batches up to one."""
+    return min_workspace_bytes(backend, **sizes(version, changes))
 
 
 def flashinfer_0_7_4(module: str, function: str) -> Callable[..., Any]:
@@ -81,6 +86,35 @@ def test_the_cute_dsl_bound_is_the_most_that_flashinfer_0_7_4_wants_for_any_leng
     assert compared == 2400
 
 
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_what_suffices_does_so_for_every_smaller_batch(version: str, varlen: bool) -> None:
+    for batch, q_len, heads, sms in itertools.product(
+        (1, 3, 37, 74, 200), (1, 2, 4, 9), (1, 24, 96, 128), (148, 160, 7, 1)
+    ):
+        shape = {"num_heads": heads, "sm_count": sms}
+        bound = enough("cute-dsl", version, batch=batch, q_len=q_len, varlen=varlen, **shape)
+        needs = [
+            need("cute-dsl", version, batch=b, q_len=q, num_tokens=tokens, **shape)
+            for b in range(1, batch + 1)
+            for q in range(1, q_len + 1)
+            for tokens in ((b + q - 1, b * q) if varlen else (None,))
+        ]
+        assert max(needs) <= bound
+        # Not far above: some rounding, and what folding tokens saved up to 0.6.15.
+        folded = 1 if Version(version) >= Version("0.6.16") else q_len
+        assert sms < 100 or bound <= 2 * folded * max(needs)
+        assert enough("auto", version, batch=batch, q_len=q_len, varlen=varlen, **shape) >= bound
+
+
+def test_a_persistent_buffer_of_a_large_batch_takes_a_small_one() -> None:
+    # 64 requests of 128 heads fill the GPU by themselves; one alone is split.
+    assert need("cute-dsl", batch=64, num_heads=128) == 0
+    assert need("cute-dsl", batch=1, num_heads=128) == 74 * 128 * 513 * 4
+    assert enough("cute-dsl", batch=64, num_heads=128) == 74 * 128 * 513 * 4
+    assert enough("auto", batch=64, num_heads=128) == 74 * 128 * 513 * 4
+
+
 def test_the_counters_are_as_many_as_flashinfer_0_7_4_wants() -> None:
     wanted = flashinfer_0_7_4("flashinfer.utils", "get_trtllm_gen_multi_ctas_kv_counter_bytes")
     for batch, heads, sms in itertools.product((1, 2, 7, 64, 300), (1, 16, 96, 128), (1, 148, 160)):
@@ -96,9 +130,9 @@ def test_s17_the_statistics_of_an_lse_on_trtllm_gen() -> None:
     large = {"num_heads": 64, "batch": 12288, "return_lse": True}
     for version in RELEASES:
         inside = 8 * MIB if version in ("0.6.12", "0.6.13", "0.6.14") else 0
-        assert need("trtllm-gen", version, **large) == 1611661312 + inside
-        assert need("auto", version, **large) == 1611661312 + inside
-        assert need("trtllm-gen", version) == inside
+        for backend in ("trtllm-gen", "auto"):
+            assert enough(backend, version, **large) == 1611661312 + inside
+        assert enough("trtllm-gen", version) == need("trtllm-gen", version) == inside
         # Statistics are kept for tiles of 256 query tokens.
         for q_len, tiles in ((256, 1), (257, 2)):
             got = need("trtllm-gen", version, q_len=q_len, return_lse=True)
@@ -164,8 +198,9 @@ def test_up_to_0_6_15_a_tile_holds_whole_query_tokens() -> None:
 
 def test_the_other_backends() -> None:
     for version in RELEASES:
-        assert need("reference", version) == 0
-        assert need("xqa", version, batch=3) == 8 * MIB + 3 * 18432
+        for size in (need, enough):
+            assert size("reference", version) == 0
+            assert size("xqa", version, batch=3) == 8 * MIB + 3 * 18432
 
 
 @pytest.mark.parametrize("name", ["batch", "q_len", "num_heads", "sm_count"])
@@ -174,7 +209,7 @@ def test_an_integer_too_small_is_refused_with_what_is_needed(backend: str, name:
     values: tuple[Any, ...] = (0, -1, True, 1.0, None)
     for version, value in itertools.product(("0.6.12", "0.7.4"), values):
         with pytest.raises(InvalidInputError, match=f"{name} must be an int of at least 1") as got:
-            need(backend, version, **{name: value})
+            enough(backend, version, **{name: value})
         assert got.value.argument == name
         assert got.value.value is value
         assert repr(value) in got.value.found
@@ -193,7 +228,7 @@ def test_an_integer_too_small_has_no_counters(name: str) -> None:
 @pytest.mark.parametrize("backend", ["sparse", "", None])
 def test_an_unknown_backend_has_no_size(backend: Any) -> None:
     with pytest.raises(InvalidInputError, match="backend"):
-        need(backend)
+        enough(backend)
 
 
 # In a call.

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from fi_dcp_compat import (
     FlashInferABI,
+    FlashInferVersionError,
     InvalidInputError,
     Parameter,
     UnsupportedConfigError,
@@ -25,9 +26,8 @@ from fi_dcp_compat import (
     validate_dcp_config,
 )
 from fi_dcp_compat.releases import recorded_versions
-from fi_dcp_compat.testing import use_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.fakes import Site, answer_of, fake_site
-from tests.support import mock_kernel
 
 HEADS: dict[str, Any] = {"num_heads": 16, "dtype": "bf16"}
 DCP_PAGES = (2, 4, 8, 16, 32, 64, 128)
@@ -391,3 +391,37 @@ def test_a_function_that_check_refuses_is_capable_of_nothing(abi: FlashInferABI)
     assert not able.can_return_lse_for_decode
     assert able.query_len_support == "uniform"
     assert able.page_sizes == able.dcp_page_sizes == able.compute_capability_majors == ()
+
+
+# Speculative decoding.
+
+
+@pytest.mark.parametrize("version", recorded_versions())
+def test_several_query_tokens_with_dcp_are_supported_where_dcp_is(version: str) -> None:
+    abi = recorded(version)
+    asked: dict[str, Any] = {"num_heads": 128, "dtype": "bf16", "dcp_world_size": 8, "abi": abi}
+    for q_len in (1, 2, 4, 8):
+        answer = supports_combination(**asked, q_len=q_len)
+        assert (answer is None) is abi.features.native_dcp
+    ragged = supports_combination(**asked, q_len=4, varlen=True)
+    assert (ragged is None) is abi.features.varlen_dcp
+
+
+def test_a_non_causal_block_with_dcp_is_not_supported_and_says_why() -> None:
+    answer = supports_combination(
+        num_heads=128, dtype="bf16", dcp_world_size=8, q_len=4, causal=False, abi=recorded("0.7.4")
+    )
+    assert answer == (
+        "A non-causal block cannot be masked with DCP.\n"
+        "Found: causal=False with dcp_world_size=8.\n"
+        "Needed: causal=True: FlashInfer's DCP mask is causal in every known release.\n"
+        "Fix: flatten the block with flatten_query_rows: one-token rows, each with its own bound, "
+        "are ordinary causal calls."
+    )
+
+
+def test_a_stack_without_an_interleave_asks_check_alone() -> None:
+    asked: dict[str, Any] = {"num_heads": 128, "q_len": 4, "page_size": 64, "dtype": "bf16"}
+    assert check(recorded("0.6.17"), dcp_world_size=8, **asked) == ()
+    (reason,) = check(recorded("0.6.16"), dcp_world_size=8, **asked)
+    assert reason.error is FlashInferVersionError

@@ -18,8 +18,8 @@ from fi_dcp_compat import (
     decode_mla,
     recorded,
 )
-from fi_dcp_compat.testing import use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, mock_kernel
+from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.support import DCP_RELEASES, RELEASES, call, dcp_of
 
 OWN_KEYWORDS = {
     "query",

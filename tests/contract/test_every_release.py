@@ -37,6 +37,8 @@ RELEASES = [
 ]
 SUITE = "tests/contract/test_release.py"
 REFUSALS = ("tests/contract/test_refusals.py", "tests/contract/test_refused_inputs.py")
+INTEGRATION = "tests/contract/test_integration_release.py"
+DROPIN = "tests/contract/test_dropin_release.py"
 SIMULATION = "tests/hostsim/test_simulation.py"
 # Fewer would mean that a file or a parameter was not found.
 FEWEST_IN_SUITE = 370
@@ -155,7 +157,7 @@ def assert_passed(done: subprocess.CompletedProcess[str], fewest: int) -> None:
                 release,
                 release,
                 release,
-                files=(SUITE, *REFUSALS, SIMULATION),
+                files=(SUITE, INTEGRATION, DROPIN, *REFUSALS, SIMULATION),
             ),
             id=release,
         )

@@ -3,7 +3,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-# The function of FlashInfer 0.7.4; tests/typing holds its parameters to the record.
+# The function of FlashInfer 0.7.4; tests/typing holds it against the real ones.
 @overload
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
@@ -77,3 +77,39 @@ def trtllm_batch_decode_with_kv_cache_mla(
     use_fp16_softmax: bool | None = None,
     return_lse_base: Literal["basee", "base2"] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor | None,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: Tensor | Sequence[Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    sparse_mla_top_k_lens: Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: Literal["basee", "base2"] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
