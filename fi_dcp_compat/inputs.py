@@ -251,12 +251,11 @@ def check_own(
         require_tensor("lse", step.lse, shape, torch.float32, device)
 
 
-def require_sinks(sinks: Tensor | Sequence[Tensor], num_heads: int, device: torch.device) -> Tensor:
-    """Return the sinks tensor, [H] float32, or raise InvalidInputError."""
+def require_sinks(sinks: Tensor | Sequence[Tensor], num_heads: int, device: torch.device) -> None:
+    """Raise InvalidInputError unless it is one tensor, [H] float32, or a sequence of one."""
     if not isinstance(sinks, Tensor):
         if type(sinks) not in (list, tuple) or len(sinks) != 1:
             needed = f"a tensor [{num_heads}] float32, or a list of one"
             invalid("sinks", f"must be {needed}", sinks, needed, "pass the one tensor")
         sinks = sinks[0]
     require_tensor("sinks", sinks, (num_heads,), torch.float32, device)
-    return sinks
