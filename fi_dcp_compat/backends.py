@@ -36,7 +36,7 @@ def cute_dsl_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"backend='cute-dsl' cannot run {config.num_heads} query heads.",
             f"num_heads={config.num_heads}.",
             f"1 to {limits.CUTE_DSL_MAX_HEADS}.",
-            "split the heads over more ranks or calls.",
+            "use more tensor-parallel ranks, a smaller DCP group, or several calls.",
         )
     if config.q_len > 1 or config.varlen:
         yield from _feature(abi, "cute_dsl_causal", "backend='cute-dsl' with several query tokens")
@@ -109,7 +109,7 @@ def trtllm_gen_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
                 "backend='trtllm-gen' returns no LSE for variable-length queries.",
                 "return_lse=True with cum_seq_lens_q.",
                 "one of the two.",
-                "leave one of the two out, or pad to a uniform query.",
+                "leave one of the two out, or pad to a uniform query, each request's tokens last.",
             )
     if not abi.features.native_table_width:
         yield from _width_rule(config, backend)
@@ -182,7 +182,8 @@ def _arch_rule(abi: FlashInferABI, config: Config, backend: str, rubin: str) -> 
     if capability == (10, 7):
         yield from _feature(abi, rubin, f"backend={backend!r} on compute capability 10.7")
     else:
-        yield arch_reason(backend, capability, "10.0, 10.3 or 10.7")
+        needed = "10.0, 10.3 or 10.7" if getattr(abi.features, rubin) else "10.0 or 10.3"
+        yield arch_reason(backend, capability, needed)
 
 
 def _dtype_rule(config: Config, backend: str, allowed: tuple[str, ...]) -> Iterator[Reason]:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from packaging.version import Version
 
 from .errors import Reason, UnsupportedConfigError
 from .limits import INTERLEAVE_SIZES
 
-__all__ = ["BACKENDS", "Config", "interleave_reason", "refused", "value_reasons"]
+__all__ = [
+    "BACKENDS",
+    "UNIFORM_INSTEAD",
+    "Config",
+    "for_all_of_it",
+    "interleave_reason",
+    "refused",
+    "value_reasons",
+]
 
 BACKENDS = ("auto", "trtllm-gen", "cute-dsl", "xqa", "reference")
+
+
+# The newest tokens are the last rows: a mask cuts the bound from there.
+UNIFORM_INSTEAD = "pad to a uniform query [B, q_len, H, D], each request's tokens last"
 
 
 class Config(NamedTuple):
@@ -52,6 +67,17 @@ class Config(NamedTuple):
 def refused(argument: str, summary: str, found: str, needed: str, fix: str) -> Reason:
     """Build the reason for a configuration that no upgrade makes possible."""
     return Reason(UnsupportedConfigError, argument, summary, found, needed, fix)
+
+
+def for_all_of_it(reason: Reason, release: str) -> Reason:
+    """Name `release` where a reason's own upgrade would not be enough for all of the call."""
+    command = re.search(r'>=([^"]+)"', reason.fix)
+    if command is None or Version(command[1]) >= Version(release):
+        return reason
+    return reason._replace(
+        needed=f"{reason.needed.removesuffix('.')}; {release} for all of this call.",
+        fix=reason.fix.replace(command[0], f'>={release}"'),
+    )
 
 
 _SWITCHES = ("causal", "varlen", "return_lse", "sinks", "skip_softmax", "tensor_scales")

@@ -137,7 +137,7 @@ def check_result(
         # A padding row without keys is undefined without DCP, and nobody reads it.
         rows = rows & (lens > 0)
     needed = "a finite result: look for NaN in the cache's pages or the query"
-    _refuse_rows(rows, "out", "holds NaN", lens, needed)
+    _refuse_rows(rows, "out", "holds NaN", lens, needed, shown="seq_lens")
 
 
 def _check_offsets(offsets: Tensor, num_tokens: int, max_q_len: int) -> None:

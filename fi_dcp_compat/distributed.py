@@ -65,6 +65,11 @@ def gather_query_heads(query: Tensor, group: dist.ProcessGroup | None = None) ->
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Return how many ranks the group has; InvalidInputError if this process is none of them."""
+    given: object = group
+    stranger: object = dist.GroupMember.NON_GROUP_MEMBER  # an int; its size is -1
+    if not (given is None or given == stranger or isinstance(given, dist.ProcessGroup)):
+        needed = "a ProcessGroup, or None for the default group"
+        invalid("group", f"must be {needed}", given, needed, "pass what new_group returns")
     size: int = dist.get_world_size(group)
     if size < 1:
         needed = "a group that this process belongs to"
@@ -109,7 +114,8 @@ def combine_buffers(
     InvalidInputError
         As `combine`.
     """
-    return _allocated(state, _check_state(state, group, mode), mode)
+    world_size = _check_state(state, group, mode)
+    return _allocated(MLAState(*state), world_size, mode)
 
 
 def _allocated(state: MLAState, world_size: int, mode: CombineMode) -> tuple[Tensor, ...]:
@@ -160,7 +166,7 @@ def combine(
     """
     check_lse_base(lse_base)
     world_size = _check_state(state, group, mode)
-    state = MLAState(state.out.detach(), state.lse.detach())
+    state = MLAState(*(part.detach() for part in state))
     if buffers is not None:
         _check_buffers(buffers, state, world_size, mode)
     if world_size == 1:
@@ -192,8 +198,9 @@ def _check_state(state: MLAState, group: dist.ProcessGroup | None, mode: str) ->
     check_mode(mode)
     needed = "out [.., H, D] bf16, fp16 or float32, and lse [.., H] float32, on one device"
     given: object = state
+    fix = "pass what decode_mla returns; FlashInfer's own LSE is flat: lse.view(out.shape[:-1])"
     if not isinstance(given, tuple) or len(given) != 2:
-        invalid("state", f"must be {needed}", given, needed, "pass what decode_mla returns")
+        invalid("state", f"must be {needed}", given, needed, fix)
     out, lse = state
     if (
         not is_tensor(out)
@@ -204,7 +211,7 @@ def _check_state(state: MLAState, group: dist.ProcessGroup | None, mode: str) ->
         or lse.dtype is not torch.float32
         or lse.device != out.device
     ):
-        invalid("state", f"must be {needed}", state, needed, "pass what decode_mla returns")
+        invalid("state", f"must be {needed}", state, needed, fix)
     world_size = group_size(group)
     heads = out.shape[-2]
     if mode != "ag_ar" and heads % world_size:

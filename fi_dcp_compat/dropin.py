@@ -128,6 +128,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lse : Tensor, [B, q_len, H] or [B * q_len, H], float32, optional
     return_lse_base : {"basee", "base2"}, optional
         None is the backend's own: natural log on cute-dsl, log2 on the others.
+    backend : str
+        FlashInfer's, or "reference": plain torch, for tests without a GPU.
     enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global
         As in `DCP`; needs ``return_lse=True``, and 0.6.17 (#4178).
     interleave_size : int

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 
 from .abi import CORE_KEYWORDS, FUNCTION, FlashInferABI, missing_feature
-from .config import refused
+from .config import UNIFORM_INSTEAD, for_all_of_it, refused
 from .errors import Reason
-from .features import DCP_KEYWORDS, FEATURES, LseBase
+from .features import DCP_KEYWORDS, FEATURES, ROWS, LseBase
 from .guards import drift_reason
 from .known_issues import issues_of
 from .limits import CUTE_DSL_MAX_Q_LEN_WITH_SINKS, DCP_BACKENDS
@@ -84,20 +84,21 @@ def release_reasons(
         yield drift_reason(abi, abi.newly_required, "newly requires")
     if dcp:
         instead = "call with enable_dcp=False"
-        yield from _missing(abi, "native_dcp", f"{FUNCTION}(enable_dcp=True)", instead)
+        for reason in _missing(abi, "native_dcp", f"{FUNCTION}(enable_dcp=True)", instead):
+            yield for_all_of_it(reason, ROWS["varlen_dcp"].since) if compact else reason
         if compact and abi.features.native_dcp:
             what = f"{FUNCTION}(enable_dcp=True, cum_seq_lens_q=...)"
-            instead = "pad to a uniform query [B, q_len, H, D]"
+            instead = UNIFORM_INSTEAD
             yield from _missing(abi, "varlen_dcp", what, instead)
     if lse:
         yield from _missing(abi, "return_lse", f"{FUNCTION}(return_lse=True)")
-    if backend not in ("auto", "trtllm-gen", "xqa", *_BACKENDS):
+    if backend not in ("auto", "trtllm-gen", "xqa", "reference", *_BACKENDS):
         yield refused(
             "backend",
             f"backend={backend!r} is not one of FlashInfer's.",
             f"{backend!r}.",
-            f"one of auto, trtllm-gen, xqa, {', '.join(_BACKENDS)}.",
-            "name one of those; decode_mla has backend='reference'.",
+            f"one of auto, trtllm-gen, xqa, {', '.join(_BACKENDS)}, or reference.",
+            "name one of those; reference is plain torch, for tests without a GPU.",
         )
     elif backend in _BACKENDS:
         yield from _missing(abi, _BACKENDS[backend], f"{FUNCTION}(backend={backend!r})")
@@ -119,7 +120,8 @@ def _missing(abi: FlashInferABI, feature: str, asked: str, instead: str = "") ->
 
 def keyword_reasons(abi: FlashInferABI, call: Call) -> Iterator[Reason]:
     """Yield why FlashInfer's keywords that `decode_mla` has not cannot be taken together."""
-    if call["enable_dcp"] and (not dense(call) or call["backend"] not in ("auto", *DCP_BACKENDS)):
+    able = ("auto", "reference", *DCP_BACKENDS)
+    if call["enable_dcp"] and (not dense(call) or call["backend"] not in able):
         yield refused(
             "enable_dcp",
             "enable_dcp=True masks dense MLA decode on cute-dsl only.",

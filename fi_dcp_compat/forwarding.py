@@ -23,9 +23,9 @@ from .inputs import QueryLayout, Step, require_cache
 from .launch import call_kernel, kernel_scales
 from .limits import AUTO_BACKENDS, DCP_BACKENDS, LSE_BASES
 from .lse import lse_factor
-from .plans import Plan, Settings, check_settings
+from .plans import Plan, Settings, bind, check_settings
 from .prepared import decoder_for
-from .probing import Binding, bind_kernel
+from .probing import Binding
 from .routing import Route
 from .scales import skip_softmax_factor
 from .validation import is_tensor
@@ -45,7 +45,7 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
     check_words(call)
     names = ("cp_world", "cp_rank", "interleave_size")
     check_ranks(call["cp_world"], call["cp_rank"], interleave_size, names)
-    binding = bind_kernel()
+    binding = bind(call["backend"])
     abi, backend = binding.abi, call["backend"]
     asked = _asked(call, defaults)
     counters = asked.pop("multi_ctas_kv_counter_buffer", None)

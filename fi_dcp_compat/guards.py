@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, cast
+
+from packaging.version import Version
 
 from .abi import (
     ASSUME_VERSION,
@@ -14,15 +17,23 @@ from .abi import (
     signature_reason,
 )
 from .backends import RULES, arch_reason
-from .config import Config, interleave_reason, refused, value_reasons
+from .config import (
+    UNIFORM_INSTEAD,
+    Config,
+    for_all_of_it,
+    interleave_reason,
+    refused,
+    value_reasons,
+)
 from .errors import (
+    FlashInferVersionError,
     InvalidInputError,
     Reason,
     UnsupportedConfigError,
 )
-from .features import ROWS
+from .features import FEATURES, ROWS
 from .limits import AUTO_BACKENDS, DCP_BACKENDS
-from .releases import drift
+from .releases import drift, recorded
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +149,23 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
     """Return why `config` cannot run on `abi`, the first to raise first; empty if it can."""
+    found = _reasons(abi, config)
+    if not found or any(reason.error is not FlashInferVersionError for reason in found):
+        return found
+    # One upgrade, not one after the other.
+    newer = (v for v in _running(config) if abi.release is None or Version(v) > abi.release)
+    first = next(newer, "")
+    return tuple(for_all_of_it(reason, first) for reason in found) if first else found
+
+
+@lru_cache(maxsize=1024)
+def _running(config: Config) -> tuple[str, ...]:
+    """Return the releases that brought something and that can run `config`."""
+    brought = dict.fromkeys(row.since for row in FEATURES)
+    return tuple(version for version in brought if not _reasons(recorded(version), config))
+
+
+def _reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:
     found = list(value_reasons(config))
     if found:
         return tuple(found)
@@ -187,7 +215,9 @@ def backend_reasons(abi: FlashInferABI, config: Config, backend: str) -> tuple[R
 def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     feature = "native_dcp" if config.dcp_world_size > 1 else "return_lse"
     dcp = feature == "native_dcp"
-    missing = missing_dcp(abi) if dcp else missing_feature(abi, feature, asked="decode_mla")
+    older = "call fi_dcp_compat.dropin, which hands older releases what they take"
+    plain = missing_feature(abi, "return_lse", asked="decode_mla", instead=older)
+    missing = missing_dcp(abi) if dcp else plain
     if missing is not None:
         yield missing
     if abi.unreadable:
@@ -259,7 +289,7 @@ def _dcp_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             abi,
             "varlen_dcp",
             asked="decode_mla(dcp=..., cum_seq_lens_q=...)",
-            instead="pad to a uniform query [B, q_len, H, D]",
+            instead=UNIFORM_INSTEAD,
         )
         if missing is not None:
             yield missing

@@ -153,7 +153,7 @@ KNOWN_ISSUES = (
     KnownIssue("compact_split_lost", "0.6.14", "0.6.17", ("trtllm-gen", "auto"),
                "trtllm-gen may drop the last KV split of a request that is shorter than max_q_len, "
                "with more than 32 heads",
-               "refused", "name cute-dsl (0.6.16 or newer), or pad to a uniform query",
+               "refused", "name cute-dsl (0.6.16 or newer), or pad to a uniform query, tokens last",
                "0.6.17 fmhaReduction.cu:96, 0.6.18:98", "backends.trtllm_gen_rules"),
     KnownIssue("cuda_13_3", "0.6.16", "0.6.17", ("trtllm-gen",),
                "trtllm-gen does not compile with CUDA 13.3",
@@ -161,7 +161,7 @@ KNOWN_ISSUES = (
                "0.6.16 fmhaKernels.cuh:134, 0.6.18:134", "catalogue.text"),
     KnownIssue("compact_dcp", "0.6.17", "0.6.18.post1", ("cute-dsl",),
                "DCP refuses cum_seq_lens_q",
-               "refused", "pad to a uniform query",
+               "refused", "pad to a uniform query, each request's tokens last",
                "#4719; 0.6.18 core:2796", "guards.config_reasons"),
     KnownIssue("fp8_sm103", "0.6.17", "", ("cute-dsl",),
                "wrong fp8 results of cute-dsl on compute capability 10.3 are reported, unconfirmed",

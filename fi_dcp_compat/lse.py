@@ -115,6 +115,7 @@ def _misfit(argument: str, found: str) -> InvalidInputError:
         "outs and lses do not describe the same states.",
         found=f"{found}.",
         needed="outs [W, .., H, D] and lses [W, .., H] with W at least 1.",
-        fix="stack the ranks in front of both.",
+        fix="stack the ranks in front of both; FlashInfer's own LSE is flat: "
+        "lse.view(out.shape[:-1]).",
         argument=argument,
     )

@@ -81,7 +81,8 @@ def bmm_scales(
     softmax_scale : float
         As for an unquantised model, for example ``head_dim ** -0.5``; natural, not times log2(e).
     kv_dtype : torch.dtype
-        Of the cache. With fp8 both other scales must be given, 1.0 too; without, neither.
+        Of the cache. With fp8 both other scales must be given, 1.0 too; without, neither is
+        anything but 1.0.
     q_scale, k_scale : float, optional
         What the stored query and cache are multiplied with to get the real ones. In MLA the
         cache is keys and values at once, so `k_scale` scales both products.

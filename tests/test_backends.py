@@ -90,7 +90,7 @@ FAULTS: dict[str, Fault] = {
         "backend='cute-dsl' cannot run 129 query heads.",
         "num_heads=129.",
         "1 to 128.",
-        "split the heads over more ranks or calls.",
+        "use more tensor-parallel ranks, a smaller DCP group, or several calls.",
     ),
     "cute-dsl, no mask": Fault(
         "0.6.12",
@@ -277,7 +277,8 @@ FAULTS: dict[str, Fault] = {
         "backend='trtllm-gen' returns no LSE for variable-length queries.",
         "return_lse=True with cum_seq_lens_q.",
         "one of the two.",
-        "leave one of the two out, or pad to a uniform query, or pass backend='cute-dsl'.",
+        "leave one of the two out, or pad to a uniform query, each request's tokens last, or pass "
+        "backend='cute-dsl'.",
     ),
     "trtllm-gen, width": Fault(
         "0.6.15",
@@ -432,7 +433,7 @@ FAULTS: dict[str, Fault] = {
         "backend='trtllm-gen' returns no LSE for variable-length queries.",
         "return_lse=True with cum_seq_lens_q.",
         "one of the two.",
-        "leave one of the two out, or pad to a uniform query.",
+        "leave one of the two out, or pad to a uniform query, each request's tokens last.",
         also=(
             "backend='cute-dsl' with cum_seq_lens_q needs FlashInfer's compact "
             "variable-length queries on cute-dsl.",

@@ -6,8 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fi_dcp_compat import FlashInferCompatError
+from fi_dcp_compat import (
+    FlashInferCompatError,
+    InvalidInputError,
+    MLAState,
+    combine,
+    combine_buffers,
+    gather_query_heads,
+)
 from tests.ranks.checks import (
     CHECKS,
     MODES,
@@ -92,3 +100,11 @@ def test_no_rank_is_left_waiting_for_one_that_erred(
     assert isinstance(found.pop(1), FlashInferCompatError)
     assert [type(error) for error in found] == [RuntimeError] * (world_size - 1)
     assert all("by peer" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("group", ["dcp", 2, object()], ids=["a name", "a size", "an object"])
+def test_a_group_that_is_none_is_refused(group: Any) -> None:
+    state = MLAState(torch.zeros(2, 8, 4), torch.zeros(2, 8))
+    for call in (combine, combine_buffers, lambda s, g: gather_query_heads(s.out, g)):
+        with pytest.raises(InvalidInputError, match="group must be a ProcessGroup, or None"):
+            call(state, group)

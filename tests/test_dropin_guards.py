@@ -107,12 +107,12 @@ def test_a_backend_that_the_release_lacks_names_its_first(backend: str, since: s
 
 
 def test_a_backend_that_no_release_has_is_refused() -> None:
-    error = refusal("0.7.4", backend="reference")
+    error = refusal("0.7.4", backend="turbo")
     assert str(error) == (
-        "backend='reference' is not one of FlashInfer's.\n"
-        "Found: 'reference'.\n"
-        "Needed: one of auto, trtllm-gen, xqa, cute-dsl, sparse, cake.\n"
-        "Fix: name one of those; decode_mla has backend='reference'."
+        "backend='turbo' is not one of FlashInfer's.\n"
+        "Found: 'turbo'.\n"
+        "Needed: one of auto, trtllm-gen, xqa, cute-dsl, sparse, cake, or reference.\n"
+        "Fix: name one of those; reference is plain torch, for tests without a GPU."
     )
 
 
@@ -121,7 +121,7 @@ def test_compact_queries_with_dcp_need_0_7_0() -> None:
         error = refusal(version, **compact(), **dcp())
         assert error.summary.startswith(f"{FUNCTION}(enable_dcp=True, cum_seq_lens_q=...) needs")
         assert error.needed == "0.7.0 or newer (#4719)."
-        assert error.fix.endswith("or pad to a uniform query [B, q_len, H, D].")
+        assert error.fix.endswith("[B, q_len, H, D], each request's tokens last.")
         # One rank alone is FlashInfer's DCP path too.
         assert refusal(version, **compact(), **dcp(world=1, rank=0)).needed == error.needed
     received("0.7.0", arguments(**compact(), **dcp()))

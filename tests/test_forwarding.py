@@ -17,10 +17,12 @@ from fi_dcp_compat import (
     NotPreparedError,
     UnsupportedConfigError,
     debug_checks,
+    merge_dcp_states,
     recorded,
 )
 from fi_dcp_compat.dropin import trtllm_batch_decode_with_kv_cache_mla as dropin
 from fi_dcp_compat.testing import mock_kernel, use_kernel
+from tests.hostsim.batches import random_batch
 from tests.support import RELEASES
 from tests.test_dropin import OLD, arguments, compact, dcp, received
 from tests.test_guards import gpu
@@ -369,3 +371,51 @@ def test_recorded_features_agree_with_what_is_mended() -> None:
     assert recorded("0.6.0").features.kv_cache_3d is False
     assert recorded("0.6.7").features.out_4d is False
     assert recorded("0.6.12").features.lse_3d is False
+
+
+# The torch reference.
+
+
+@pytest.mark.parametrize("base", [None, "basee", "base2"])
+def test_the_reference_computes_by_name_without_flashinfer_or_a_gpu(base: Any) -> None:
+    requests = random_batch([3, 3], [37, 140])
+    given = {
+        **arguments(),
+        **requests.paged(),
+        "query": requests.query(),
+        "bmm1_scale": requests.scale,
+        "bmm2_scale": requests.output_scale,
+        "backend": "reference",
+        "return_lse": True,
+        "return_lse_base": base,
+    }
+    out, lse = dropin(**given)
+    expected, natural = requests.expected()
+    assert (out.shape, lse.shape) == ((2, 3, 4, 512), (6, 4))
+    torch.testing.assert_close(out.double().flatten(0, 1), expected, rtol=2**-7, atol=2**-7)
+    scale = math.log2(math.e) if base == "base2" else 1.0
+    torch.testing.assert_close(lse.double(), natural * scale, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_merges_ranks_as_decode_mla_does() -> None:
+    requests, world = random_batch([2, 2], [37, 140]), 4
+    states = []
+    for rank in range(world):
+        ranks = {
+            "enable_dcp": True,
+            "cp_world": world,
+            "cp_rank": rank,
+            "causal_seqlens_kv_global": requests.bounds(),
+            "return_lse": True,
+        }
+        given = arguments() | requests.paged(rank, world) | ranks
+        given |= {"query": requests.query(), "bmm1_scale": requests.scale}
+        given |= {"bmm2_scale": requests.output_scale, "backend": "reference"}
+        out, lse = dropin(**given)
+        states.append((out, lse.view(out.shape[:-1])))
+    merged = merge_dcp_states([out for out, _ in states], [lse for _, lse in states])
+    expected, _ = requests.expected()
+    torch.testing.assert_close(merged.out.double().flatten(0, 1), expected, rtol=2**-7, atol=2**-7)
+    out, lse = states[0]
+    with pytest.raises(InvalidInputError, match="FlashInfer's own LSE is flat"):
+        merge_dcp_states([out], [lse.flatten(0, 1)])

@@ -249,7 +249,8 @@ FAULTS: dict[str, Fault] = {
         "decode_mla needs FlashInfer's LSE.",
         "flashinfer-python 0.6.11, whose function lacks lse, return_lse.",
         "0.6.12 or newer (#3116).",
-        'pip install -U "flashinfer-python>=0.6.12".',
+        'pip install -U "flashinfer-python>=0.6.12", or call fi_dcp_compat.dropin, which hands '
+        "older releases what they take.",
     ),
     "older than native DCP": Fault(
         "0.6.16",
@@ -269,7 +270,8 @@ FAULTS: dict[str, Fault] = {
         "variable-length queries with DCP.",
         "flashinfer-python 0.6.18.",
         "0.7.0 or newer (#4719).",
-        'pip install -U "flashinfer-python>=0.7.0", or pad to a uniform query [B, q_len, H, D].',
+        'pip install -U "flashinfer-python>=0.7.0", or pad to a uniform query [B, q_len, H, D], '
+        "each request's tokens last.",
     ),
     "no such backend": Fault(
         "0.7.4",
@@ -378,7 +380,7 @@ FAULTS: dict[str, Fault] = {
         "0.7.0 or newer (#4719).",
         'pip install -U "flashinfer-python>=0.7.0", or set '
         "FI_DCP_COMPAT_ASSUME_VERSION to the release it stands for, or pad to a "
-        "uniform query [B, q_len, H, D].",
+        "uniform query [B, q_len, H, D], each request's tokens last.",
     ),
     "a nightly without the keywords": Fault(
         "0.6.17.dev20260801 with 0.6.16's signature",
@@ -935,3 +937,40 @@ def test_s39_a_row_that_moves_takes_every_message_with_it(
         text = "\n".join(map(str, check(abi_of(fault.abi), **config_of(**fault.changes))))
         assert "9.9.9 or newer" in text
         assert "0.6.17" not in text
+
+
+# One upgrade for all of a call.
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "first", "since"),
+    [
+        pytest.param(
+            "0.6.16", {"dcp_world_size": 4, "varlen": True}, "0.7.0", "0.6.17", id="compact DCP"
+        ),
+        # 0.6.14 has compact queries, 0.6.16 a backend that takes 128 heads of them.
+        pytest.param(
+            "0.6.13", {"num_heads": 128, "varlen": True}, "0.6.16", "0.6.14", id="128 heads"
+        ),
+        pytest.param(
+            "0.6.11", {"backend": "cute-dsl", "q_len": 5}, "0.6.15", "0.6.12", id="five tokens"
+        ),
+        pytest.param("0.6.16", {"dcp_world_size": 4}, "0.6.17", "0.6.17", id="one step is enough"),
+    ],
+)
+def test_the_upgrade_is_to_a_release_that_runs_all_of_the_call(
+    version: str, config: dict[str, Any], first: str, since: str
+) -> None:
+    asked = {"num_heads": 16, "q_len": 3, "page_size": 64, "dtype": "bf16"} | config
+    reason, *_ = check(recorded(version), **asked)
+    assert f'"flashinfer-python>={first}"' in reason.fix
+    assert reason.needed.startswith(f"{since} or newer")
+    assert reason.needed.endswith(f"; {first} for all of this call.") is (first != since)
+    assert check(recorded(first), **asked) == ()
+
+
+def test_no_upgrade_is_named_beyond_what_a_reason_asks_where_none_helps() -> None:
+    asked: dict[str, Any] = {"num_heads": 16, "q_len": 3, "page_size": 48, "dtype": "bf16"}
+    found = check(recorded("0.6.16"), dcp_world_size=4, varlen=True, **asked)
+    assert '"flashinfer-python>=0.6.17"' in found[0].fix
+    assert found[1].argument == "page_size"

@@ -45,6 +45,7 @@ class Config:
     table_width: int  # of the block tables, in pages
     max_num_seqs: int
     max_query_len: int = 1  # more with speculative decoding
+    ragged: bool = False  # whether a step's requests may differ in query length
     dtype: torch.dtype = torch.bfloat16  # of the query and the cache
     backend: Backend = "auto"
     device: str = "cuda"
@@ -89,6 +90,7 @@ class MLABackend:
             dtype=config.dtype,
             page_size=config.page_size,
             q_len=config.max_query_len,
+            varlen=config.ragged,
             dcp_world_size=config.parallel.decode_context_parallel_size,
             interleave_size=config.parallel.cp_kv_cache_interleave_size,
             causal=causal,
@@ -136,6 +138,7 @@ class MetadataBuilder:
             dtype=config.dtype,
             page_size=config.page_size,
             q_len=config.max_query_len,
+            varlen=config.ragged,
             dcp_world_size=self.world_size,
             backend=config.backend,
             compute_capability=config.compute_capability,
@@ -152,7 +155,7 @@ class MetadataBuilder:
             num_heads=heads,
             return_lse=self.world_size > 1,
             sm_count=sms,
-            varlen=True,
+            varlen=config.ragged,
         )
         if self.world_size == 1 and config.backend in ("auto", "trtllm-gen"):
             workspace_bytes += 128 << 20  # trtllm-gen's scratch, which no release tells
@@ -167,14 +170,14 @@ class MetadataBuilder:
         """Once per step, for all layers; nothing waits for the device."""
         world_size, rank, batch = self.world_size, self.config.dcp_rank, len(step.seq_lens)
         lens = self.global_seq_lens[:batch].copy_(step.seq_lens)
-        uniform = step.num_tokens == batch * step.max_query_len
+        ragged = self.config.ragged and step.num_tokens != batch * step.max_query_len
         return Metadata(
             block_tables=step.block_tables,
             seq_lens=self.local_seq_lens[:batch].copy_(local_seq_lens(lens, world_size, rank)),
             max_seq_len=local_seq_lens(step.max_seq_len, world_size, rank),
             global_seq_lens=lens,
             max_q_len=step.max_query_len,
-            cum_seq_lens_q=None if uniform else step.query_start_loc,
+            cum_seq_lens_q=step.query_start_loc if ragged else None,
             workspace=self.workspace,
             counters=self.counters,
         )

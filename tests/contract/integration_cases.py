@@ -86,6 +86,7 @@ def config_of(requests: Batch, rank: int = 0, world: int = 1, **changes: Any) ->
         # Far more than the step has: that the buffers fit a full batch says nothing of a small one.
         max_num_seqs=128,
         max_query_len=step.max_query_len,
+        ragged=len(set(map(len, requests.queries))) > 1,
         dtype=requests.keys[0].dtype,
         device="cpu",
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fi_dcp_compat import FlashInferVersionError
+from fi_dcp_compat import FlashInferVersionError, InvalidInputError
 from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.ranks.launch import run_ranks
 
@@ -117,15 +117,16 @@ def assert_called_with(given: Mapping[str, Any], expected: dict[str, Any]) -> No
 def test_a_release_with_dcp_gets_exactly_these_keywords(release: str, ragged: bool) -> None:
     kernel, step = mock_kernel(release), RAGGED_STEP if ragged else STEP
     q = torch.zeros(step.num_tokens, 16, 576, dtype=torch.bfloat16)
+    config = replace(CONFIG, ragged=ragged)
     with use_kernel(kernel):
-        metadata = MetadataBuilder(CONFIG).build(step)
-        impl = impl_of(CONFIG)
+        impl = impl_of(config)
         if ragged and release == "0.6.17":
             assert not impl.supports_dcp_compact_varlen
             with pytest.raises(FlashInferVersionError, match=r"Needed: 0\.7\.0 or newer"):
-                impl.forward_mqa(q, PAGES, metadata)
-            kernel.assert_not_called()
+                MetadataBuilder(config)
+            assert impl.supports_combination(config) is not None
             return
+        metadata = MetadataBuilder(config).build(step)
         out, lse = impl.forward_mqa(q, PAGES, metadata)
     assert out.shape == (step.num_tokens, 16, 512)
     assert lse is not None
@@ -157,6 +158,13 @@ def test_a_release_with_dcp_gets_exactly_these_keywords(release: str, ragged: bo
     assert_called_with(kernel.call_args.kwargs, expected)
     assert metadata.seq_lens.tolist() == [4, 5]
     assert metadata.global_seq_lens.tolist() == [31, 36]
+
+
+def test_a_ragged_step_that_nobody_announced_is_refused_by_its_numbers() -> None:
+    kernel, q = mock_kernel("0.7.4"), torch.zeros(4, 16, 576, dtype=torch.bfloat16)
+    with use_kernel(kernel), pytest.raises(InvalidInputError, match="2 requests of max_q_len=3"):
+        impl_of(CONFIG).forward_mqa(q, PAGES, MetadataBuilder(CONFIG).build(RAGGED_STEP))
+    kernel.assert_not_called()
 
 
 @pytest.mark.parametrize("release", RELEASES)
