@@ -214,7 +214,9 @@ def _companion_problems(versions: dict[str, str]) -> tuple[list[Finding], list[F
         elif release >= Version(ROWS["companions_may_differ"].since):
             harmless.append(Finding(f"{problem}; FlashInfer ignores it.", fix))
         else:
-            fatal.append(Finding(f"{problem}: import flashinfer raises RuntimeError.", fix))
+            since = ROWS["companions_may_differ"].since
+            problem += ": import flashinfer raises RuntimeError"
+            fatal.append(Finding(f"{problem}; {since} and newer ignore it, with a warning.", fix))
     return fatal, harmless
 
 

@@ -50,7 +50,7 @@ def import_failure(exc: Exception) -> FlashInferImportError:
         pinned = " ".join(f'"{name}=={version}"' for name in (DISTRIBUTION, *names))
         needed = (
             "companion wheels of the same version as flashinfer-python "
-            f"({ROWS['companions_may_differ'].since} and newer ignore others)."
+            f"({ROWS['companions_may_differ'].since} and newer ignore others, with a warning)."
         )
         fix = (
             f"pip install -U {pinned} (the companion wheels are on FlashInfer's own package "

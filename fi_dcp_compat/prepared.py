@@ -180,6 +180,8 @@ class MLADecoder:
             invalid("query", f"must be {needed}", query, needed, "prepare another decoder")
         device = query.device
         gpu = _gpu(device) if query.is_cuda else None
+        # What no GPU would mend comes first.
+        plan = self._plan(layout, step.block_tables.shape[1], gpu)
         if gpu is None and self._binding.genuine:
             invalid(
                 "query",
@@ -188,7 +190,6 @@ class MLADecoder:
                 "CUDA tensors",
                 "move the tensors to a GPU, or pass backend='reference'",
             )
-        plan = self._plan(layout, step.block_tables.shape[1], gpu)
         cache, rows = self._checked(step, layout, plan, gpu)
         require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype, device)
         if sinks is not None:

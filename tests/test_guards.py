@@ -24,7 +24,6 @@ from fi_dcp_compat import (
     UnsupportedConfigError,
     check,
     decode_mla,
-    flatten_query_rows,
     prepare_decode_mla,
     prepared,
     recorded,
@@ -33,8 +32,8 @@ from fi_dcp_compat import (
 from fi_dcp_compat.errors import raise_first
 from fi_dcp_compat.features import FEATURES
 from fi_dcp_compat.limits import LIMITS
-from fi_dcp_compat.testing import mock_kernel, use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of, signature, stub_result
+from fi_dcp_compat.testing import use_kernel
+from tests.support import RELEASES, call, signature, stub_result
 
 Config = dict[str, Any]
 
@@ -727,193 +726,9 @@ def _strict(abi: FlashInferABI) -> Any:
 # Scenarios, by their numbers in scenarios.md.
 
 
-@pytest.mark.parametrize("interleave", [2, 16, 64])
-def test_s05_s43_an_interleave_above_1_is_refused_where_the_kv_is_split(interleave: int) -> None:
-    lens = torch.full((2,), 28, dtype=torch.int32)
-    with pytest.raises(UnsupportedConfigError, match=str(interleave)) as raised:
-        DCP(4, 0, lens, interleave_size=interleave)
-    text = str(raised.value)
-    assert text == (
-        f"cp_kv_cache_interleave_size={interleave} cannot be masked natively.\n"
-        f"Found: interleave_size={interleave} with dcp_world_size=4.\n"
-        "Needed: cp_kv_cache_interleave_size=1: FlashInfer's mask, in every known release, takes "
-        "local key k of rank r for global position W*k + r.\n"
-        "Fix: start with --cp-kv-cache-interleave-size 1; a KV connector or prefill/decode "
-        "disaggregation may have raised it to the block size."
-    )
-    for version in DCP_RELEASES:
-        abi = recorded(version)
-        config = config_of() | {"dcp_world_size": 4, "interleave_size": interleave}
-        assert check(abi, **config) == raised.value.reasons
-        assert not abi.features.native_interleave
-    with (
-        use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")),
-        pytest.raises(UnsupportedConfigError, match="cp_kv_cache_interleave_size") as prepare,
-    ):
-        prepare_decode_mla(
-            page_size=64,
-            dtype=torch.bfloat16,
-            bmm1_scale=0.05,
-            dcp_world_size=4,
-            interleave_size=interleave,
-        )
-    assert str(prepare.value) == text
-
-
-def test_s05_an_interleave_of_1_or_one_rank_passes() -> None:
-    lens = torch.full((2,), 28, dtype=torch.int32)
-    kernel = mock_kernel("0.7.4")
-    with use_kernel(kernel, recorded("0.7.4")):
-        decode_mla(**call(), dcp=DCP(4, 0, lens, interleave_size=1))
-        decode_mla(**call(), dcp=DCP(1, 0, lens, interleave_size=64))
-    assert kernel.call_count == 2
-    assert check(recorded("0.7.4"), **(config_of() | {"interleave_size": 64})) == ()
-
-
-def test_s06_the_refusal_points_at_what_raises_the_interleave_on_its_own() -> None:
-    lens = torch.full((2,), 28, dtype=torch.int32)
-    with pytest.raises(UnsupportedConfigError, match="KV connector") as raised:
-        DCP(8, 0, lens, interleave_size=64)
-    assert "block size" in raised.value.fix
-
-
-def test_s14_dcp_names_the_one_backend_that_masks_and_the_other_path() -> None:
-    lens = torch.full((2,), 14, dtype=torch.int32)
-    kernel = mock_kernel("0.7.4")
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(UnsupportedConfigError, match="trtllm-gen") as raised,
-    ):
-        decode_mla(**call(backend="trtllm-gen"), dcp=DCP(2, 0, lens))
-    kernel.assert_not_called()
-    for words in ("'cute-dsl', the only one", "0.6.17 or newer", "merged", "one query token"):
-        assert words in str(raised.value)
-
-
-def test_s19_compact_queries_with_dcp_need_a_release_that_no_signature_shows() -> None:
-    config = config_of(dcp_world_size=8, varlen=True, q_len=3)
-    for name in ("0.6.17", "0.6.18", "unknown with 0.7.0's signature"):
-        (reason,) = check(abi_of(name), **config)
-        assert reason.error is FlashInferVersionError
-        assert "0.7.0" in reason.needed
-        assert "uniform query [B, q_len, H, D]" in reason.fix
-    for name in ("0.7.0", "0.7.1", "0.7.4", "unknown with 0.7.1's signature"):
-        assert check(abi_of(name), **config) == ()
-
-
-def test_s22_head_counts_are_refused_by_the_backend_that_cannot_tile_them() -> None:
-    for version in RELEASES:
-        (reason,) = check(recorded(version), **config_of("trtllm-gen", num_heads=96))
-        assert "96" in reason.summary
-        assert "cute-dsl" in reason.fix
-    for version in DCP_RELEASES:
-        for num_heads in (96, 24, 1, 128):
-            for world in (1, 8):
-                config = config_of("cute-dsl", num_heads=num_heads, dcp_world_size=world)
-                assert check(recorded(version), **config) == ()
-        for num_heads in (129, 256):
-            (reason,) = check(recorded(version), **config_of("cute-dsl", num_heads=num_heads))
-            assert reason.needed == "1 to 128."
-    too_old, heads = check(recorded("0.6.11"), **config_of("trtllm-gen", num_heads=96))
-    assert too_old.error is FlashInferVersionError
-    assert "96" in heads.found
-
-
-@pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize(
-    ("page_size", "step", "after"), [(32, 4, 296), (64, 2, 296), (16, 8, 296), (2, 64, 320)]
-)
-def test_s23_a_table_width_that_cute_dsl_cannot_read_is_refused_with_the_next(
-    version: str, page_size: int, step: int, after: int
-) -> None:
-    config = config_of("cute-dsl", page_size=page_size) | {"block_table_width": 295}
-    (reason,) = check(recorded(version), **config)
-    assert (reason.error, reason.argument) == (UnsupportedConfigError, "block_tables")
-    assert "295" in reason.found
-    assert reason.needed == f"a multiple of {step} (128 / page_size); the next is {after}."
-    for width in (after, None):
-        assert check(recorded(version), **(config | {"block_table_width": width})) == ()
-    any_width = config_of("cute-dsl", page_size=128) | {"block_table_width": 295}
-    assert check(recorded(version), **any_width) == ()
-
-
-@pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("page_size", [256, 1, 48])
-def test_s24_a_page_size_that_cute_dsl_cannot_read_is_refused_with_all_that_it_can(
-    version: str, page_size: int
-) -> None:
-    config = config_of("cute-dsl", page_size=page_size) | {"block_table_width": None}
-    (reason,) = check(recorded(version), **config)
-    assert (reason.error, reason.argument) == (UnsupportedConfigError, "page_size")
-    assert reason.needed == "one of 2, 4, 8, 16, 32, 64, 128."
-    for allowed in (2, 4, 8, 16, 32, 64, 128):
-        assert check(recorded(version), **config_of("cute-dsl", page_size=allowed)) == ()
-
-
-@pytest.mark.parametrize("backend", ["auto", "cute-dsl", "reference"])
-def test_s34_sinks_with_dcp_are_refused_and_never_dropped(backend: str) -> None:
-    kernel = mock_kernel("0.7.4")
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(UnsupportedConfigError, match="sinks cannot be combined with DCP"),
-    ):
-        decode_mla(**call(backend=backend, sinks=torch.zeros(16)), dcp=dcp_of())
-    kernel.assert_not_called()
-
-
-@pytest.mark.parametrize("backend", ["auto", "trtllm-gen", "cute-dsl"])
-@pytest.mark.parametrize("off", [None, 0, 0.0, -0.0], ids=repr)
-def test_s35_skip_softmax_switched_off_is_left_out(backend: str, off: float | None) -> None:
-    kernel = mock_kernel("0.7.4")
-    with use_kernel(kernel, recorded("0.7.4")):
-        decode_mla(**call(backend=backend, skip_softmax_threshold_scale_factor=off))
-        if backend != "trtllm-gen":
-            given = call(backend=backend, skip_softmax_threshold_scale_factor=off)
-            decode_mla(**given, dcp=dcp_of())
-    for made in kernel.call_args_list:
-        assert "skip_softmax_threshold_scale_factor" not in made.kwargs
-
-
-def test_s35_skip_softmax_reaches_trtllm_gen_and_no_other_backend() -> None:
-    kernel = mock_kernel("0.7.4")
-    given = call(skip_softmax_threshold_scale_factor=1e-3)
-    with use_kernel(kernel, recorded("0.7.4")):
-        decode_mla(**given)
-        assert kernel.call_args.kwargs["backend"] == "trtllm-gen"
-        assert kernel.call_args.kwargs["skip_softmax_threshold_scale_factor"] == 1e-3
-        kernel.reset_mock()
-        with pytest.raises(
-            UnsupportedConfigError, match=r"cute-dsl.*skip_softmax_threshold_scale_factor"
-        ):
-            decode_mla(**given | {"backend": "cute-dsl"})
-    kernel.assert_not_called()
-
-
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_s38_a_non_causal_block_with_dcp_is_sent_to_flatten_query_rows(q_len: int) -> None:
-    (reason,) = check(recorded("0.7.4"), **config_of(causal=False, q_len=q_len, dcp_world_size=4))
-    assert "flatten_query_rows" in reason.fix
-    rows = flatten_query_rows(
-        torch.tensor([0, 1, 4], dtype=torch.int32),
-        4,
-        torch.tensor([[5], [6]], dtype=torch.int32),
-        torch.tensor([2, 3], dtype=torch.int32),
-        torch.tensor([8, 12], dtype=torch.int32),
-    )
-    assert rows.block_tables.tolist() == [[5], [6], [6], [6]]
-    assert rows.seq_lens.tolist() == [2, 3, 3, 3]
-    assert rows.causal_seqlens_kv_global is not None
-    assert rows.causal_seqlens_kv_global.tolist() == [8, 12, 12, 12]
-
-
 # S39: versions in messages come from the feature table.
 
 VERSION = re.compile(r"\b\d+\.\d+\.\d+(?:\.post\d+)?\b")
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_s39_a_version_that_is_needed_stands_in_the_feature_table(fault: Fault) -> None:
-    assert_versions_known(fault)
 
 
 def assert_versions_known(fault: Fault) -> None:
@@ -961,7 +776,8 @@ def test_s39_a_row_that_moves_takes_every_message_with_it(
 def test_the_upgrade_is_to_a_release_that_runs_all_of_the_call(
     version: str, config: dict[str, Any], first: str, since: str
 ) -> None:
-    asked = {"num_heads": 16, "q_len": 3, "page_size": 64, "dtype": "bf16"} | config
+    asked: dict[str, Any] = {"num_heads": 16, "q_len": 3, "page_size": 64, "dtype": "bf16"}
+    asked |= config
     reason, *_ = check(recorded(version), **asked)
     assert f'"flashinfer-python>={first}"' in reason.fix
     assert reason.needed.startswith(f"{since} or newer")

@@ -1281,41 +1281,6 @@ def test_what_a_backend_does_not_take_may_be_anything(name: str) -> None:
         decode_mla(**(call(backend="reference") | {name: 7}))
 
 
-@pytest.mark.parametrize("name", ["seq_lens", "causal_seqlens_kv_global"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
-def test_s36_lengths_of_another_dtype_are_cast_once_a_step_by_the_caller(
-    name: str, dtype: torch.dtype
-) -> None:
-    lengths = {"seq_lens": lens(7, 7), "causal_seqlens_kv_global": lens(55, 55)}
-    lengths[name] = lengths[name].to(dtype)
-    kernel = mock_kernel("0.7.4")
-    dcp = DCP(8, 3, lengths.pop("causal_seqlens_kv_global"))
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(InvalidInputError, match=r"must be torch\.int32") as raised,
-    ):
-        decode_mla(**(call() | lengths), dcp=dcp)
-    kernel.assert_not_called()
-    assert str(raised.value) == (
-        f"{name} must be torch.int32, not {dtype}.\n"
-        f"Found: {name}: [2] {dtype} on cpu.\n"
-        "Needed: [2] torch.int32 on cpu; the kernel reads it through a raw pointer.\n"
-        f"Fix: cast it once per step, not per layer: {name}.to(torch.int32)."
-    )
-
-
-def test_s36_global_lengths_on_another_device_are_refused_with_both_named() -> None:
-    kernel = mock_kernel("0.7.4")
-    elsewhere = torch.empty(2, dtype=INT, device="meta")
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(InvalidInputError, match="is on meta, but the query is on cpu") as raised,
-    ):
-        decode_mla(**call(), dcp=DCP(8, 3, elsewhere))
-    kernel.assert_not_called()
-    assert raised.value.fix == "move it once per step to cpu."
-
-
 NO_COUNTS = [0, -1, True, False, 2.0, np.int64(8), "8", None, [8], torch.tensor(8)]
 
 

@@ -427,7 +427,7 @@ def test_a_companion_mismatch_reads_so(site: Site) -> None:
         f"Found: RuntimeError: {CUBIN_MISMATCH} (flashinfer-python 0.6.15, "
         "flashinfer-cubin 0.6.13, flashinfer-jit-cache 0.6.15+cu130).\n"
         "Needed: companion wheels of the same version as flashinfer-python (0.7.2 and "
-        "newer ignore others).\n"
+        "newer ignore others, with a warning).\n"
         'Fix: pip install -U "flashinfer-python==0.6.15" "flashinfer-cubin==0.6.15" '
         '"flashinfer-jit-cache==0.6.15" (the companion wheels are on FlashInfer\'s own package '
         "index, not all on PyPI), or pip uninstall flashinfer-cubin flashinfer-jit-cache."

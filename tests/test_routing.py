@@ -10,17 +10,15 @@ import torch
 
 from fi_dcp_compat import (
     FlashInferVersionError,
-    InvalidInputError,
     UnsupportedConfigError,
     decode_mla,
-    prepare_decode_mla,
     recorded,
 )
 from fi_dcp_compat.config import Config
 from fi_dcp_compat.features import LseBase
 from fi_dcp_compat.routing import Route, route
 from fi_dcp_compat.testing import mock_kernel, use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of
+from tests.support import DCP_RELEASES, RELEASES, call
 
 BOTH = ("trtllm-gen", "cute-dsl")
 COMPACT = {"varlen": True, "q_len": 3}
@@ -252,35 +250,6 @@ def test_a_caller_buffer_is_converted_in_place() -> None:
         state = decode_mla(**call(backend="trtllm-gen", lse=lse), return_lse=True)
     assert state.lse is lse
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(2)))
-
-
-@pytest.mark.parametrize("spelling", ["basee", "base2", "ln", "log2", "E", "", 2, None, True])
-@pytest.mark.parametrize("dcp", [False, True], ids=["without DCP", "with DCP"])
-def test_s31_any_other_spelling_of_the_base_is_refused_with_the_two_that_are_taken(
-    spelling: Any, dcp: bool
-) -> None:
-    kernel = mock_kernel("0.7.4")
-    arguments = call(lse_base=spelling) | ({"dcp": dcp_of()} if dcp else {})
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(InvalidInputError, match="lse_base must be 'e' or '2'") as raised,
-    ):
-        decode_mla(**arguments)
-    assert str(raised.value) == (
-        "lse_base must be 'e' or '2'.\n"
-        f"Found: {spelling!r}.\n"
-        "Needed: 'e' (natural log) or '2' (log2).\n"
-        "Fix: pass 'e' where FlashInfer says 'basee', '2' where it says 'base2'."
-    )
-    assert (raised.value.argument, raised.value.value) == ("lse_base", spelling)
-    with (
-        use_kernel(kernel, recorded("0.7.4")),
-        pytest.raises(InvalidInputError, match="lse_base must be 'e' or '2'") as prepare,
-    ):
-        prepare_decode_mla(page_size=64, dtype=torch.bfloat16, bmm1_scale=0.05, lse_base=spelling)
-    assert str(prepare.value) == str(raised.value)
-    assert isinstance(raised.value, ValueError)
-    kernel.assert_not_called()
 
 
 def test_a_refused_configuration_is_refused_each_time_though_routes_are_cached() -> None:

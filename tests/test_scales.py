@@ -18,9 +18,9 @@ from fi_dcp_compat import (
     prepare_decode_mla,
     recorded,
 )
-from fi_dcp_compat.scales import BmmScales, skip_softmax_factor
+from fi_dcp_compat.scales import skip_softmax_factor
 from fi_dcp_compat.testing import mock_kernel, use_kernel
-from tests.support import DCP_RELEASES, RELEASES, call, dcp_of
+from tests.support import call, dcp_of
 
 FP8 = torch.float8_e4m3fn
 OTHERS = [torch.bfloat16, torch.float16, torch.float32]
@@ -42,49 +42,11 @@ def fp8_call(**changes: Any) -> dict[str, Any]:
 # bmm_scales
 
 
-def test_s20_the_scales_of_a_quantised_cache_are_fused() -> None:
-    assert bmm_scales(0.1, FP8, q_scale=1.5, k_scale=0.5) == pytest.approx((0.075, 0.5))
-    scales = bmm_scales(0.1, FP8, 1.0, 1.0)
-    assert isinstance(scales, BmmScales)
-    assert (scales.bmm1_scale, scales.bmm2_scale) == (0.1, 1.0)
-
-
 @pytest.mark.parametrize("dtype", OTHERS)
 def test_a_cache_that_is_not_quantised_is_not_scaled(dtype: torch.dtype) -> None:
     assert bmm_scales(0.1, dtype) == (0.1, 1.0)
     # What a stack passes whatever the cache is, and means nothing.
     assert bmm_scales(0.1, dtype, q_scale=1.0, k_scale=1.0) == (0.1, 1.0)
-
-
-@pytest.mark.parametrize("dtype", OTHERS)
-@pytest.mark.parametrize("name", ["q_scale", "k_scale"])
-def test_s20_a_scale_for_a_cache_that_is_not_quantised_is_refused(
-    dtype: torch.dtype, name: str
-) -> None:
-    scale: dict[str, Any] = {name: 0.5}
-    with pytest.raises(InvalidInputError, match=f"{name} must be left out") as raised:
-        bmm_scales(0.1, dtype, **scale)
-    assert str(raised.value) == (
-        f"{name} must be left out.\n"
-        f"Found: {name}: 0.5 (float).\n"
-        f"Needed: no {name}: a {dtype} cache is not scaled.\n"
-        f"Fix: drop {name}."
-    )
-    assert (raised.value.argument, raised.value.value) == (name, 0.5)
-
-
-@pytest.mark.parametrize("name", ["q_scale", "k_scale"])
-def test_s20_a_quantised_cache_needs_both_scales(name: str) -> None:
-    scales: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, name: None}
-    with pytest.raises(InvalidInputError, match=f"{name} must be given") as raised:
-        bmm_scales(0.1, FP8, **scales)
-    assert str(raised.value) == (
-        f"{name} must be given.\n"
-        f"Found: {name}: None (NoneType).\n"
-        "Needed: a number for an fp8 cache, 1.0 if it was not scaled.\n"
-        f"Fix: pass {name}=1.0 or what it is."
-    )
-    assert raised.value.argument == name
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "q_scale", "k_scale"])
@@ -146,30 +108,6 @@ def test_its_scales_are_what_the_call_takes() -> None:
 
 
 # In a call
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_s21_an_fp8_cache_needs_its_output_scale_and_1_is_one(version: str) -> None:
-    kernel = mock_kernel(version)
-    with use_kernel(kernel, recorded(version)):
-        with pytest.raises(InvalidInputError, match="bmm2_scale must be given"):
-            decode_mla(**fp8_call())
-        with pytest.raises(InvalidInputError, match="bmm2_scale must be given"):
-            prepare_decode_mla(page_size=64, dtype=FP8, bmm1_scale=0.1)
-    kernel.assert_not_called()
-    assert kernel_got(fp8_call(bmm2_scale=1.0), version)["bmm2_scale"] == 1.0
-    assert kernel_got(fp8_call(bmm2_scale=0.5), version)["bmm2_scale"] == 0.5
-
-
-@pytest.mark.parametrize("version", DCP_RELEASES)
-def test_s21_so_it_is_with_dcp(version: str) -> None:
-    kernel = mock_kernel(version)
-    with use_kernel(kernel, recorded(version)):
-        with pytest.raises(InvalidInputError, match="bmm2_scale must be given"):
-            decode_mla(**fp8_call(), dcp=dcp_of())
-        kernel.assert_not_called()
-        decode_mla(**fp8_call(bmm2_scale=0.5), dcp=dcp_of())
-    assert kernel.call_args.kwargs["bmm2_scale"] == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -234,12 +172,6 @@ def test_a_prepared_decoder_refuses_a_scale_on_another_device_than_the_query() -
 
 
 # Skip-softmax
-
-
-def test_s35_a_threshold_of_0_is_off() -> None:
-    assert [skip_softmax_factor(off) for off in (None, 0, 0.0, -0.0)] == [None] * 4
-    assert skip_softmax_factor(1e-3) == 1e-3
-    assert isinstance(skip_softmax_factor(1), float)
 
 
 @pytest.mark.parametrize("wrong", [-1, -1e-9, math.nan, True, False, "0", [0]], ids=repr)

@@ -121,52 +121,6 @@ def test_the_counters_are_as_many_as_flashinfer_0_7_4_wants() -> None:
         assert counter_bytes(batch, heads, sms) == wanted(batch, heads, sms)
 
 
-def test_s33_counter_bytes() -> None:
-    assert counter_bytes(1, 96, 148) == 608
-    assert counter_bytes(64, 96, 148) == 24576
-
-
-def test_s17_the_statistics_of_an_lse_on_trtllm_gen() -> None:
-    large = {"num_heads": 64, "batch": 12288, "return_lse": True}
-    for version in RELEASES:
-        inside = 8 * MIB if version in ("0.6.12", "0.6.13", "0.6.14") else 0
-        for backend in ("trtllm-gen", "auto"):
-            assert enough(backend, version, **large) == 1611661312 + inside
-        assert enough("trtllm-gen", version) == need("trtllm-gen", version) == inside
-        # Statistics are kept for tiles of 256 query tokens.
-        for q_len, tiles in ((256, 1), (257, 2)):
-            got = need("trtllm-gen", version, q_len=q_len, return_lse=True)
-            assert got == 8 * 16 * 256 * tiles + MIB + inside
-
-
-def test_s17_a_buffer_too_small_for_them_is_refused_with_both_numbers() -> None:
-    batch, heads = 12288, 64
-    row = torch.zeros(576, dtype=torch.bfloat16)
-    given = call(
-        query=row.expand(batch, 1, heads, 576),
-        workspace_buffer=torch.empty(256 * MIB, dtype=torch.int8),
-        block_tables=torch.zeros(batch, 2, dtype=torch.int32),
-        seq_lens=torch.ones(batch, dtype=torch.int32),
-    )
-    out = torch.zeros(1, dtype=torch.bfloat16).expand(batch, 1, heads, 512)
-    lse = torch.zeros(batch, heads)
-    kernel = MagicMock(return_value=(out, lse))
-    with use_kernel(kernel, recorded("0.7.4")):
-        with pytest.raises(InvalidInputError, match="workspace_buffer is too small") as raised:
-            decode_mla(**given, backend="trtllm-gen", return_lse=True)
-        kernel.assert_not_called()
-        with gpu():
-            decode_mla(**given, backend="cute-dsl", return_lse=True)
-    kernel.assert_called_once()
-    assert str(raised.value) == (
-        "workspace_buffer is too small.\n"
-        "Found: 268435456 bytes ([268435456] torch.int8 on cpu).\n"
-        "Needed: 1611661312 bytes for backend='trtllm-gen' and this batch.\n"
-        "Fix: allocate at least 1611661312 bytes once."
-    )
-    assert (raised.value.argument, raised.value.value) == ("workspace_buffer", 268435456)
-
-
 @pytest.mark.parametrize("version", RELEASES)
 def test_the_cute_dsl_bound_stays_within_what_stacks_allocate(version: str) -> None:
     for sms, most in ((148, 18.6), (160, 20.1)):
@@ -375,21 +329,6 @@ def test_a_non_causal_block_needs_the_counters_of_its_rows() -> None:
     run(given | {"multi_ctas_kv_counter_buffer": torch.zeros(2048, dtype=torch.uint8)})
     error = refused(given | {"multi_ctas_kv_counter_buffer": torch.zeros(2047, dtype=torch.uint8)})
     assert "2048 bytes" in error.needed
-
-
-@pytest.mark.parametrize("version", RELEASES)
-def test_s33_a_counter_buffer_that_is_not_forwarded_is_not_looked_at(version: str) -> None:
-    small = torch.zeros(1, dtype=torch.uint8)
-    abi = recorded(version)
-    kernel = run(call(backend="cute-dsl", multi_ctas_kv_counter_buffer=small), abi=abi)
-    assert "multi_ctas_kv_counter_buffer" not in kernel.call_args.kwargs
-    if abi.features.native_dcp:
-        kernel = run(call(dcp=dcp_of(), multi_ctas_kv_counter_buffer=small), abi=abi)
-        assert "multi_ctas_kv_counter_buffer" not in kernel.call_args.kwargs
-    if abi.features.counter_buffer:
-        refused(call(multi_ctas_kv_counter_buffer=small), abi=abi)
-    else:
-        run(call(multi_ctas_kv_counter_buffer=small), abi=abi)
 
 
 @pytest.mark.parametrize("version", RELEASES)
