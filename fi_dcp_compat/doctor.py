@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from contextlib import redirect_stdout
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -20,6 +22,7 @@ from .abi import (
     missing_feature,
     parse_version,
 )
+from .describing import assumed_version
 from .errors import FlashInferCompatError, Reason
 from .features import ROWS
 from .guards import check
@@ -27,7 +30,7 @@ from .installed import COMPANIONS, find_distribution, installed_distributions, r
 from .known_issues import issues_of
 from .limits import BLACKWELL
 from .machine import Gpu, torch_is_cpu_only, visible_gpus
-from .probing import assumed_version, installed_version, probe
+from .probing import installed_version, probe
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -101,7 +104,9 @@ def diagnose(*, live: bool = False) -> Diagnosis:
     abi: FlashInferABI | None = None
     for static in (False, True) if live else (True,):
         try:
-            abi = probe(static=static)
+            # What an import prints is no part of the answer.
+            with redirect_stdout(sys.stderr):
+                abi = probe(static=static)
             break
         except FlashInferCompatError as exc:
             if _finding(exc) not in reasons:

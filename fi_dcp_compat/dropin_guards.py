@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+from packaging.version import Version
 
-from .abi import CORE_KEYWORDS, FUNCTION, FlashInferABI, missing_feature
+from .abi import CORE_KEYWORDS, FUNCTION, FlashInferABI, missing_feature, upgrade_command
 from .config import UNIFORM_INSTEAD, for_all_of_it, refused
-from .errors import Reason
+from .errors import FlashInferVersionError, Reason
 from .features import DCP_KEYWORDS, FEATURES, ROWS, LseBase
 from .guards import drift_reason
 from .known_issues import issues_of
 from .limits import CUTE_DSL_MAX_Q_LEN_WITH_SINKS, DCP_BACKENDS
+from .releases import recorded_versions
 from .validation import invalid, is_tensor, require_int
 
 __all__ = ["LSE_BASE_WORDS", "Call", "check_words", "dense", "keyword_reasons", "release_reasons"]
@@ -76,6 +78,17 @@ def release_reasons(
     """Yield what the release lacks of a call; `asked` names what differs from the defaults."""
     if abi.unreadable:
         yield from _missing(abi, "return_lse", FUNCTION)
+        return
+    oldest = recorded_versions()[0]
+    if abi.release is not None and abi.release < Version(oldest):
+        yield Reason(
+            FlashInferVersionError,
+            "kernel",
+            f"{FUNCTION} is another function before {oldest}.",
+            f"{abi.describe()}.",
+            f"{oldest} or newer.",
+            f"{upgrade_command(abi, oldest)}.",
+        )
         return
     lost = abi.lacks(*CORE_KEYWORDS)
     if lost:

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import debug
 from .abi import FUNCTION, FlashInferABI, missing_feature
 from .dcp import check_ranks
+from .describing import Binding
 from .dropin_guards import (
     LSE_BASE_WORDS,
     Call,
@@ -25,7 +26,6 @@ from .limits import AUTO_BACKENDS, DCP_BACKENDS, LSE_BASES
 from .lse import lse_factor
 from .plans import Plan, Settings, bind, check_settings
 from .prepared import decoder_for
-from .probing import Binding
 from .routing import Route
 from .scales import skip_softmax_factor
 from .validation import is_tensor

@@ -33,7 +33,7 @@ from .errors import (
 )
 from .features import FEATURES, ROWS
 from .limits import AUTO_BACKENDS, DCP_BACKENDS
-from .releases import drift, recorded
+from .releases import drift, recorded, recorded_versions
 
 if TYPE_CHECKING:
     import torch
@@ -216,6 +216,8 @@ def _abi_reasons(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
     feature = "native_dcp" if config.dcp_world_size > 1 else "return_lse"
     dcp = feature == "native_dcp"
     older = "call fi_dcp_compat.dropin, which hands older releases what they take"
+    if abi.release is not None and abi.release < Version(recorded_versions()[0]):
+        older = ""  # another function altogether
     plain = missing_feature(abi, "return_lse", asked="decode_mla", instead=older)
     missing = missing_dcp(abi) if dcp else plain
     if missing is not None:

@@ -60,6 +60,7 @@ def find_distribution(name: str) -> str | None:
 def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
     # Reading folder names costs a fraction of importlib.metadata, which opens every candidate.
     wanted = {name.replace("-", "_"): name for name in names}
+    written = None
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
@@ -71,9 +72,17 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
                 continue
             label, _, version = entry.removesuffix(_DIST_INFO).rpartition("-")
             name = wanted.get(re.sub(r"[-_.]+", "_", label).lower())
-            if name is not None and version:
-                # The first on the path is the one that is imported.
-                found.setdefault(name, os.path.join(folder or ".", entry))
+            if name is None or not version:
+                continue
+            path = os.path.join(folder or ".", entry)
+            # The first on the path is the one that is imported; of two in one folder, the one
+            # that the package's own files name.
+            other = found.setdefault(name, path)
+            if other != path and os.path.dirname(other) == os.path.dirname(path):
+                if name == "flashinfer-python":
+                    written = written_version(os.path.join(folder or ".", "flashinfer"))
+                if version == written:
+                    found[name] = path
     return {name: found[name] for name in names if name in found}
 
 
@@ -149,6 +158,18 @@ def package_folder() -> str | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return next(iter(spec.submodule_search_locations))
+
+
+def module_file() -> str | None:
+    """Return the file of a single module that has the package's name."""
+    import importlib.machinery
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec("flashinfer")
+    except ValueError:
+        spec = importlib.machinery.PathFinder.find_spec("flashinfer")
+    return None if spec is None else spec.origin
 
 
 def read_text(*path: str) -> str | None:

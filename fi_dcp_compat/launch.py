@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from .dcp import flatten_query_rows
+from .describing import Binding
 from .errors import FlashInferSignatureError, NotPreparedError
 from .failures import import_failure
 from .inputs import QueryLayout, Step
 from .plans import Plan
-from .probing import Binding
 from .validation import describe
 
 __all__ = ["call_kernel", "kernel_scales", "step_arguments", "wrong_result"]

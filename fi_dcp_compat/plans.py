@@ -9,10 +9,11 @@ import torch
 
 from .abi import FlashInferABI
 from .config import Config
+from .describing import Binding, describe_kernel
 from .features import LseBase
 from .guards import Backend, dtype_name
 from .limits import FEW_HEADS, XQA_HEADS
-from .probing import Binding, bind_kernel, describe_kernel
+from .probing import bind_kernel
 from .reference import trtllm_batch_decode_with_kv_cache_mla as reference_kernel
 from .releases import newest
 from .routing import Route, route

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import debug
+from .describing import Binding
 from .guards import drift_reason
 from .inputs import (
     QueryLayout,
@@ -28,7 +29,6 @@ from .known_issues import warn_of
 from .launch import call_kernel, kernel_scales, step_arguments, wrong_result
 from .limits import CUTE_DSL_TILE_ROWS, GRID_Y_MAX, TABLE_TOKENS
 from .plans import Plan, Settings, make_plan
-from .probing import Binding
 from .scales import require_scales
 from .sizes import check_workspace
 from .validation import invalid

@@ -5,58 +5,30 @@ This is the only module, with `testing`, that imports flashinfer.
 
 from __future__ import annotations
 
-import os
 import sys
-from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias, cast
+import threading
+from typing import cast
 
-from .abi import (
-    ASSUME_VERSION,
-    DISTRIBUTION,
-    FUNCTION,
-    FlashInferABI,
-    Parameter,
-    parse_version,
-    takes_anything,
+from .abi import FUNCTION, FlashInferABI, takes_anything
+from .describing import (
+    Binding,
+    Kernel,
+    assumed_version,
+    companions,
+    describe_kernel,
+    known_version,
+    noted,
 )
-from .errors import InvalidInputError
 from .installed import (
-    COMPANIONS,
     DEFINED_IN,
-    distribution_of,
-    installed_distributions,
+    module_file,
     package_folder,
     read_parameters,
     read_text,
     written_version,
 )
-from .releases import drift
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-__all__ = ["Binding", "Kernel", "bind_kernel", "probe"]
-
-
-# FlashInfer's function, the torch reference, or a mock. Its parameters differ by release, which
-# is what this package is about, so no type can name them.
-Kernel: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Tensor]]"
-
-
-class Binding:
-    """A kernel and what is known of it; compared by identity, so caches can be keyed on it."""
-
-    __slots__ = ("abi", "genuine", "kernel", "taken")
-
-    def __init__(self, kernel: Kernel, abi: FlashInferABI, *, genuine: bool = False) -> None:
-        self.kernel: Kernel = kernel
-        self.abi: FlashInferABI = abi
-        self.genuine: bool = genuine
-        """Whether it is FlashInfer's own code, which runs on a GPU only."""
-        self.taken: set[object] = set()
-        """The kinds of drop-in calls that the release was found to take."""
+__all__ = ["bind_kernel", "install_kernel", "installed_version", "probe"]
 
 
 class _Probe:
@@ -86,12 +58,12 @@ class _Probe:
     """
 
     def __call__(self, *, static: bool = False) -> FlashInferABI:
-        return _static_abi() if static else bind_kernel().abi
+        return _read() if static else bind_kernel().abi
 
     def cache_clear(self) -> None:
         """Forget what was found; the next call looks again."""
-        _bind.cache_clear()
-        _static_abi.cache_clear()
+        _bound.clear()
+        _static.clear()
 
 
 probe: _Probe = _Probe()
@@ -112,20 +84,57 @@ def bind_kernel() -> Binding:
     if _installed is not None:
         return _installed
     # A failed import of the package leaves its finished submodules behind.
-    imported = sys.modules.get("flashinfer.decode") if "flashinfer" in sys.modules else None
-    module = imported or _import_decode()
-    kernel = getattr(module, FUNCTION, None)
+    module: object = sys.modules.get("flashinfer.decode") if "flashinfer" in sys.modules else None
+    kernel: Kernel | None = getattr(module, FUNCTION, None)
+    known = None if kernel is None else _known(kernel)
+    if known is not None:
+        return known
+    # One that is under way in another thread has not filled them yet, and may fail.
+    if module is None or _importing("flashinfer") or _importing("flashinfer.decode"):
+        module = _import_decode()
+        kernel = getattr(module, FUNCTION, None)
     if kernel is None:
         from .failures import function_gone
 
-        raise function_gone(str(getattr(module, "__file__", "flashinfer.decode")), _live_version())
+        raise function_gone(_live_place(), _live_version())
+    binding = _bind(kernel)
     try:
-        return _bind(kernel)
+        # Threads may bind at once; all of them get the one that was first.
+        binding = _bound.setdefault(kernel, binding)
     except TypeError:  # a stand-in that cannot be hashed
-        return _bind.__wrapped__(kernel)
+        return binding
+    for oldest in list(_bound)[:-_MOST_BOUND]:
+        _bound.pop(oldest, None)
+    return binding
 
 
-@lru_cache(maxsize=16)
+# By the function object, so that a test that patches it needs no cache_clear.
+_bound: dict[object, Binding] = {}
+_MOST_BOUND = 16
+_static: dict[str, FlashInferABI] = {}
+# warnings.catch_warnings puts back what it found: overlapping ones lose the caller's filters.
+_import_lock = threading.RLock()
+
+
+def _known(kernel: Kernel) -> Binding | None:
+    try:
+        return _bound.get(kernel)
+    except TypeError:
+        return None
+
+
+def _importing(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return getattr(spec, "_initializing", False) is True
+
+
+def _live_place() -> str:
+    module = sys.modules.get("flashinfer")
+    folder = next(iter(getattr(module, "__path__", ()) or ()), None)
+    file = getattr(module, "__file__", None)
+    return str(folder or file or "flashinfer.decode")
+
+
 def _bind(kernel: Kernel) -> Binding:
     import inspect
     from pathlib import Path
@@ -137,67 +146,6 @@ def _bind(kernel: Kernel) -> Binding:
     return Binding(kernel, abi, genuine=genuine)
 
 
-def describe_kernel(kernel: Kernel, version: str) -> FlashInferABI:
-    """Read a callable's own signature; one that shows none is unreadable, never supported."""
-    import inspect
-
-    parameters: tuple[Parameter, ...] = ()
-    unreadable = ""
-    inner: object = kernel
-    try:
-        signature = inspect.signature(kernel)
-        parameters = tuple(
-            Parameter(
-                parameter.name,
-                None if parameter.default is parameter.empty else repr(parameter.default),
-                parameter.kind.name,
-            )
-            for parameter in signature.parameters.values()
-        )
-        inner = inspect.unwrap(kernel)
-        told: object = getattr(kernel, "flashinfer_version", None)
-        if isinstance(told, str):  # testing.mock_kernel says what it stands for
-            version = told
-        if takes_anything(parameters):
-            unreadable = f"{type(kernel).__name__} with the signature {signature}"
-    except Exception as exc:  # noqa: BLE001  # a stand-in may raise anything when it is asked
-        unreadable = f"{type(kernel).__name__}: {exc}"
-    if unreadable:
-        parameters = ()
-    return _noted(
-        FlashInferABI(
-            version=version,
-            parameters=parameters,
-            entry_point=f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__name__', '?')}",
-            source="live",
-            companions=_companions(),
-            unreadable=unreadable,
-        )
-    )
-
-
-def _noted(abi: FlashInferABI) -> FlashInferABI:
-    changed = drift(abi)
-    return abi if changed is None else abi._replace(note=changed.note)
-
-
-def assumed_version() -> str | None:
-    """Return ``FI_DCP_COMPAT_ASSUME_VERSION`` if set; InvalidInputError if no version."""
-    value = os.environ.get(ASSUME_VERSION)
-    if not value:
-        return None
-    if parse_version(value) is None:
-        raise InvalidInputError(
-            f"{ASSUME_VERSION} is not a version.",
-            found=f"{ASSUME_VERSION}={value!r}.",
-            needed=f"a release of {DISTRIBUTION}, for example 0.7.4.",
-            fix=f"unset {ASSUME_VERSION}, or set it to the release the installed code stands for.",
-            argument=ASSUME_VERSION,
-            value=value,
-        )
-    return value
-
-
 def _live_version() -> str:
     assumed = assumed_version()
     if assumed is not None:
@@ -205,17 +153,7 @@ def _live_version() -> str:
     module = sys.modules.get("flashinfer")
     version = getattr(module, "__version__", None)
     folder = next(iter(getattr(module, "__path__", ())), None)
-    return _known_version(version if isinstance(version, str) else None, folder)
-
-
-def _known_version(reported: str | None, package: str | None) -> str:
-    # A source build reports 0.0.0+unknown; its distribution may still know.
-    if reported is not None and parse_version(reported) is not None:
-        return reported
-    fallback = distribution_of(package, DISTRIBUTION)
-    if fallback is not None and parse_version(fallback) is not None:
-        return fallback
-    return reported or "unknown"
+    return known_version(version if isinstance(version, str) else None, folder)
 
 
 def _import_decode() -> object:
@@ -224,36 +162,43 @@ def _import_decode() -> object:
 
     from .failures import function_gone, import_failure, not_found
 
-    with warnings.catch_warnings():
+    with _import_lock, warnings.catch_warnings():
         # Under an "error" filter a warning of FlashInfer's import would look like a broken one.
         filters = cast("list[tuple[object, ...]]", warnings.filters)
         filters[:] = [rule for rule in filters if rule[0] != "error"]
         try:
             importlib.import_module("flashinfer")
+        except Exception as exc:
+            if isinstance(exc, ModuleNotFoundError) and exc.name == "flashinfer":
+                raise not_found() from exc
+            raise import_failure(exc) from exc
+        try:
             return importlib.import_module("flashinfer.decode")
         except Exception as exc:
-            missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
-            if missing == "flashinfer":
-                raise not_found() from exc
-            if missing == "flashinfer.decode":
-                raise function_gone("flashinfer.decode", _live_version()) from exc
+            if isinstance(exc, ModuleNotFoundError) and exc.name == "flashinfer.decode":
+                raise function_gone(_live_place(), _live_version()) from exc
             raise import_failure(exc) from exc
-
-
-def _companions() -> tuple[tuple[str, str], ...]:
-    return tuple(installed_distributions(COMPANIONS).items())
 
 
 def installed_version() -> str:
     """Return the version of the FlashInfer on disk, whatever it is said to stand for."""
     package = package_folder()
-    return _known_version(None if package is None else written_version(package), package)
+    return known_version(None if package is None else written_version(package), package)
 
 
-@lru_cache(maxsize=1)
+def _read() -> FlashInferABI:
+    found = _static.get("flashinfer")
+    return _static.setdefault("flashinfer", _static_abi()) if found is None else found
+
+
 def _static_abi() -> FlashInferABI:
     package = package_folder()
     if package is None:
+        file = module_file()
+        if file is not None:
+            from .failures import function_gone
+
+            raise function_gone(file, assumed_version() or "unknown")
         from .failures import not_found
 
         raise not_found()
@@ -265,13 +210,13 @@ def _static_abi() -> FlashInferABI:
 
         raise function_gone(package, version)
     anything = takes_anything(parameters)
-    return _noted(
+    return noted(
         FlashInferABI(
             version=version,
             parameters=() if anything else parameters,
             entry_point=entry_point,
             source="static",
-            companions=_companions(),
+            companions=companions(),
             unreadable="a function of *args and **kwargs" if anything else "",
         )
     )

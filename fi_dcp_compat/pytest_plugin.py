@@ -13,7 +13,7 @@ from typing import Protocol
 import pytest
 
 from .abi import FlashInferABI
-from .probing import Kernel
+from .describing import Kernel
 from .testing import use_kernel as installed
 
 __all__ = ["UseKernel", "use_kernel"]

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from .abi import FUNCTION, FlashInferABI, Parameter
+from .describing import Binding, Kernel, describe_kernel
 from .plans import out_dtype
-from .probing import Binding, Kernel, describe_kernel, install_kernel
+from .probing import install_kernel
 from .releases import recorded
 
 __all__ = ["mock_kernel", "use_kernel"]

@@ -23,7 +23,6 @@ from tests.support import call
 
 VERSIONS = recorded_versions()
 OLD = VERSIONS[: VERSIONS.index("0.6.12")]
-LSE_RELEASES = VERSIONS[VERSIONS.index("0.6.12") :]
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

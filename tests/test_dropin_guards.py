@@ -288,3 +288,16 @@ def test_the_fp16_softmax_is_trtllm_gens(changes: dict[str, Any]) -> None:
     error = refusal("0.7.4", use_fp16_softmax=True, **changes)
     assert error.argument == "use_fp16_softmax"
     assert received("0.7.4", arguments(use_fp16_softmax=False, **changes))
+
+
+def test_before_the_first_record_it_is_another_function() -> None:
+    kernel = mock_kernel(recorded("0.6.0")._replace(version="0.5.3"))
+    with use_kernel(kernel), pytest.raises(FlashInferVersionError) as raised:
+        dropin(**arguments())
+    kernel.assert_not_called()
+    assert str(raised.value) == (
+        "trtllm_batch_decode_with_kv_cache_mla is another function before 0.6.0.\n"
+        "Found: flashinfer-python 0.5.3.\n"
+        "Needed: 0.6.0 or newer.\n"
+        'Fix: pip install -U "flashinfer-python>=0.6.0".'
+    )

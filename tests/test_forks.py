@@ -115,10 +115,6 @@ REFUSALS: dict[str, Callable[[], object]] = {
 }
 
 
-def refuse(name: str) -> object:
-    return REFUSALS[name]()
-
-
 def facts(exc: BaseException | None) -> list[str]:
     """All that an error says, but its traceback."""
     assert isinstance(exc, FlashInferCompatError)
@@ -128,7 +124,7 @@ def facts(exc: BaseException | None) -> list[str]:
 
 def raised(name: str) -> BaseException | None:
     try:
-        refuse(name)
+        REFUSALS[name]()
     except FlashInferCompatError as exc:
         return exc
     return None
@@ -158,7 +154,7 @@ def pooled(method: str) -> dict[str, object]:
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         answers["work"] = pool.submit(work).result(60) == work()
         for name in REFUSALS:
-            received = pool.submit(refuse, name).exception(60)
+            received = pool.submit(REFUSALS[name]).exception(60)
             here = facts(raised(name))
             answers[name] = facts(received) == here and here[0]
         answers["work after errors"] = pool.submit(work).result(60) == work()

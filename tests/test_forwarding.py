@@ -27,8 +27,6 @@ from tests.support import RELEASES
 from tests.test_dropin import OLD, arguments, compact, dcp, received
 from tests.test_guards import gpu
 
-NAMED = {"basee": "e", "base2": "2"}
-
 
 def lse_of(version: str, **changes: Any) -> float:
     """The LSE that the drop-in returns where the kernel wrote 1."""

@@ -23,7 +23,8 @@ from fi_dcp_compat import (
     prepare_decode_mla,
     recorded,
 )
-from fi_dcp_compat.probing import Binding, install_kernel
+from fi_dcp_compat.describing import Binding
+from fi_dcp_compat.probing import install_kernel
 from fi_dcp_compat.testing import mock_kernel, use_kernel
 from tests.contract.test_decode_call import Dispatched
 from tests.support import call, dcp_of, stub_result
