@@ -151,7 +151,11 @@ def run(chosen: Sequence[Mutant], jobs: int) -> list[Mutant]:
     import torch  # noqa: F401  # the forked processes need not import it again
 
     survivors = []
-    waiting = list(chosen)
+    # A copy in which nothing is off must pass, or no test that fails says anything.
+    module = chosen[0].module
+    path = REPOSITORY / PACKAGE / f"{module}.py"
+    nothing = Mutant(module, 0, "nothing", path.read_text(encoding="utf-8"))
+    waiting = [nothing, *chosen]
     with tempfile.TemporaryDirectory() as folder:
         idle = [Worker(Path(folder) / str(number)) for number in range(jobs)]
         busy: dict[int, Worker] = {}
@@ -166,7 +170,10 @@ def run(chosen: Sequence[Mutant], jobs: int) -> list[Mutant]:
             idle.append(worker)
             mutant = worker.mutant
             assert mutant is not None
-            if status == 0:
+            if mutant is nothing:
+                if status:
+                    raise SystemExit("the tests fail with nothing turned off")
+            elif status == 0:
                 survivors.append(mutant)
                 print(f"survives: {mutant.module}.py:{mutant.line}: {mutant.guard}", flush=True)
     return survivors
