@@ -38,7 +38,7 @@ def cute_dsl_rules(abi: FlashInferABI, config: Config) -> Iterator[Reason]:
             f"1 to {limits.CUTE_DSL_MAX_HEADS}.",
             "use more tensor-parallel ranks, a smaller DCP group, or several calls.",
         )
-    if config.q_len > 1 or config.varlen:
+    if config.q_len > 1:
         yield from _feature(abi, "cute_dsl_causal", "backend='cute-dsl' with several query tokens")
     if config.q_len > limits.CUTE_DSL_SHORT_Q_LEN:
         yield from _feature(abi, "cute_dsl_long_q", f"backend='cute-dsl' with q_len={config.q_len}")

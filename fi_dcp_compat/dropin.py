@@ -112,11 +112,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out. Dense MLA on 0.6.12 or newer is first checked as `decode_mla` checks it. It differs from
     FlashInfer's own only where that would fail or leave something open:
 
-    - ``backend="auto"`` becomes the backend that runs the call right where FlashInfer's own choice
-      may be another, or leaves the base asked for open.
+    - ``backend="auto"`` becomes the backend that `decode_mla` would name where FlashInfer's own
+      choice may be another, or leaves the base of the LSE open.
     - ``return_lse_base`` works on every release that has an LSE.
     - ``multi_ctas_kv_counter_buffer`` may always be given; it goes where trtllm-gen can run.
     - A skip-softmax threshold of 0, and an ``lse`` without ``return_lse``, are left out.
+    - An empty batch is answered here.
     - ``max_seq_len=0`` with DCP, of a rank that holds no key, becomes 1.
 
     Parameters
@@ -127,7 +128,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out : Tensor, as `query` with kv_lora_rank in place of D, optional
     lse : Tensor, [B, q_len, H] or [B * q_len, H], float32, optional
     return_lse_base : {"basee", "base2"}, optional
-        None is the backend's own: natural log on cute-dsl, log2 on the others.
+        None is the backend's own: natural log on cute-dsl and the reference, log2 on the others.
     backend : str
         FlashInfer's, or "reference": plain torch, for tests without a GPU.
     enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global

@@ -36,13 +36,20 @@ def check_words(call: Call) -> None:
     if not is_tensor(call["kv_cache"]):
         invalid("kv_cache", "must be a tensor", call["kv_cache"], "a paged cache", "pass a tensor")
     require_int("sparse_mla_top_k", call["sparse_mla_top_k"], 0)
-    if not isinstance(call["backend"], str):
-        invalid("backend", "must be a string", call["backend"], "a backend's name", "pass 'auto'")
-    for name in ("enable_dcp", "return_lse"):
+    for name in ("enable_dcp", "return_lse", "is_var_seq", "uses_shared_paged_kv_idx"):
         if type(call[name]) is not bool:
             invalid(name, "must be a bool", call[name], "True or False", "pass one")
+    softmax = call["use_fp16_softmax"]
+    if softmax is not None and type(softmax) is not bool:
+        invalid("use_fp16_softmax", "must be a bool", softmax, "True, False or None", "drop it")
+    for name in ("backend", "cute_dsl_impl", "kv_scale_format"):
+        if not isinstance(call[name], str):
+            invalid(name, "must be a string", call[name], "one of FlashInfer's", "pass 'auto'")
+    for name in ("bmm1_scale", "bmm2_scale"):
+        if call[name] is None:
+            invalid(name, "must be a scale", None, "a float or a tensor", "leave it out for 1.0")
     base = call["return_lse_base"]
-    if base is not None and base not in tuple(LSE_BASE_WORDS):
+    if base is not None and not (isinstance(base, str) and base in LSE_BASE_WORDS):
         needed = f"one of {', '.join(LSE_BASE_WORDS)}, or None for the backend's own"
         invalid("return_lse_base", f"must be {needed}", base, needed, "pass one of those")
     if call["enable_dcp"]:
@@ -66,7 +73,6 @@ def dense(call: Call) -> bool:
         call["sparse_mla_top_k"] == 0
         and call["sparse_mla_top_k_lens"] is None
         and call["backend"] not in ("sparse", "cake")
-        and call["kv_scale_format"] == "auto"
         and bool(call["uses_shared_paged_kv_idx"])
         and call["kv_cache"].dtype is not torch.uint8
     )
@@ -139,10 +145,17 @@ def keyword_reasons(abi: FlashInferABI, call: Call) -> Iterator[Reason]:
             "enable_dcp",
             "enable_dcp=True masks dense MLA decode on cute-dsl only.",
             f"backend={call['backend']!r}, sparse_mla_top_k={call['sparse_mla_top_k']}, "
-            f"kv_scale_format={call['kv_scale_format']!r}, "
             f"uses_shared_paged_kv_idx={call['uses_shared_paged_kv_idx']}.",
             f"backend='auto' or {DCP_BACKENDS[0]!r} and a dense cache of the query's dtype.",
             "decode dense MLA with DCP, or call with enable_dcp=False.",
+        )
+    if call["backend"] == "reference" and not dense(call):
+        yield refused(
+            "backend",
+            "backend='reference' computes dense MLA only.",
+            f"sparse_mla_top_k={call['sparse_mla_top_k']}, kv_cache of {call['kv_cache'].dtype}.",
+            "a dense cache of the query's dtype, and no sparse_mla_top_k.",
+            "name a backend of FlashInfer's.",
         )
     tokens = 1 if call["query"].ndim == 3 else call["query"].shape[1]
     several = tokens > CUTE_DSL_MAX_Q_LEN_WITH_SINKS or call["cum_seq_lens_q"] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from . import debug
@@ -22,13 +23,12 @@ from .errors import raise_first
 from .guards import Backend
 from .inputs import QueryLayout, Step, require_cache
 from .launch import call_kernel, kernel_scales
-from .limits import AUTO_BACKENDS, DCP_BACKENDS, LSE_BASES
+from .limits import DCP_BACKENDS, LSE_BASES
 from .lse import lse_factor
 from .plans import Plan, Settings, bind, check_settings
 from .prepared import decoder_for
-from .routing import Route
 from .scales import skip_softmax_factor
-from .validation import is_tensor
+from .validation import is_tensor, require_tensor
 
 __all__ = ["forward"]
 
@@ -53,18 +53,16 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
     _require(binding, call, asked)
     vetted = None
     if dense(call) and abi.features.return_lse:
-        vetted = _vet(binding, call, counters, interleave_size)
+        vetted = _vet(binding, call, asked["max_seq_len"], counters, interleave_size)
     raise_first(tuple(keyword_reasons(abi, call)))
 
     # cake takes the keyword and leaves it unread (0.7.1 core:3882).
     named = abi.features.return_lse_base and backend != "cake"
-    counted = not abi.lacks("multi_ctas_kv_counter_buffer")
     factor = None
     if vetted is not None:
         route = vetted.plan.route
-        counted = route.counter_buffer
-        if backend == "auto" and _auto_errs(call, route, open_base=base is not None and not named):
-            asked["backend"] = route.backend
+        if backend == "auto" and route.backend != "auto" and not call["enable_dcp"]:
+            asked["backend"] = route.backend  # what was checked is what runs
         if base is not None:
             factor = route.lse_factor
         if vetted.plan.xqa:
@@ -75,9 +73,11 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
         factor = lse_factor(LSE_BASES.get(backend, LSE_BASES["sparse"]), LSE_BASE_WORDS[base])
     if base is not None and named:
         asked["return_lse_base"] = base
-    if counters is not None and counted:
+    if counters is not None and _counted(abi, call, vetted):
         asked["multi_ctas_kv_counter_buffer"] = counters
-    asked |= _shaped(abi, call, xqa=vetted is not None and vetted.plan.xqa)
+    asked |= _shaped(abi, call, vetted)
+    if vetted is not None and not vetted.layout.num_tokens:
+        return _empty(call, vetted.plan)
 
     out, lse = call_kernel(binding, asked)
     if vetted is not None and vetted.checking:
@@ -106,15 +106,15 @@ def _require(binding: Binding, call: Call, asked: Call) -> None:
         binding.taken.add(kind)
 
 
-def _auto_errs(call: Call, route: Route, *, open_base: bool) -> bool:
-    """Return whether FlashInfer's own auto may take another backend than the right one."""
-    if call["enable_dcp"]:
+def _counted(abi: FlashInferABI, call: Call, vetted: _Vetted | None) -> bool:
+    """Return whether trtllm-gen may run, whose counters other backends refuse."""
+    if vetted is not None:
+        return vetted.plan.route.counter_buffer
+    if abi.lacks("multi_ctas_kv_counter_buffer") or call["backend"] not in ("auto", "trtllm-gen"):
         return False
-    if len(route.able) > 1:
-        return open_base
-    # Untuned it takes the first of these; tuned it may give sinks to a kernel without causal mask.
-    untuned = {names[0] for names in AUTO_BACKENDS.values()}
-    return open_base or not untuned.issuperset(route.able) or call["sinks"] is not None
+    query: Tensor = call["query"]
+    elsewhere = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] != 10
+    return call["backend"] == "trtllm-gen" or not elsewhere
 
 
 def _asked(call: Call, defaults: Call) -> Call:
@@ -126,7 +126,9 @@ def _asked(call: Call, defaults: Call) -> Call:
     if not call["return_lse"]:
         asked.pop("lse", None)
         asked.pop("return_lse_base", None)
-    if call["enable_dcp"] and call["max_seq_len"] == 0:
+    if call["cum_seq_lens_q"] is None:
+        asked.pop("max_q_len", None)  # checked against the query, and refused by FlashInfer
+    if call["enable_dcp"] and type(call["max_seq_len"]) is int and call["max_seq_len"] == 0:
         asked["max_seq_len"] = 1  # a rank without keys, which FlashInfer refuses
     return asked
 
@@ -138,7 +140,13 @@ def _same(value: object, name: str, defaults: Call) -> bool:
     return value is default or (type(value) is type(default) and value == default)
 
 
-def _vet(binding: Binding, call: Call, counters: Tensor | None, interleave_size: int) -> _Vetted:
+def _vet(
+    binding: Binding,
+    call: Call,
+    max_seq_len: int,
+    counters: Tensor | None,
+    interleave_size: int,
+) -> _Vetted:
     """Check a dense call as `decode_mla` would, on 0.6.12 or newer."""
     dcp, query, cache = call["enable_dcp"], call["query"], call["kv_cache"]
     dims = (call["qk_nope_head_dim"], call["kv_lora_rank"], call["qk_rope_head_dim"])
@@ -170,7 +178,7 @@ def _vet(binding: Binding, call: Call, counters: Tensor | None, interleave_size:
         cache,
         call["block_tables"],
         call["seq_lens"],
-        call["max_seq_len"],
+        max_seq_len,
         call["workspace_buffer"],
         call["causal_seqlens_kv_global"],
         call["cum_seq_lens_q"],
@@ -188,8 +196,13 @@ def _vet(binding: Binding, call: Call, counters: Tensor | None, interleave_size:
 
 def _max_q_len(call: Call) -> int | None:
     offsets, given = call["cum_seq_lens_q"], call["max_q_len"]
-    if given is not None or not is_tensor(offsets) or offsets.numel() < 2:
+    if given is not None or not is_tensor(offsets) or not is_tensor(call["block_tables"]):
         return cast("int | None", given)
+    shape = (call["block_tables"].shape[:1].numel() + 1,)
+    device = call["query"].device
+    require_tensor("cum_seq_lens_q", offsets, shape, torch.int32, device, alignment=4)
+    if not shape[0] > 1 or device.type == "meta":
+        return None
     # FlashInfer reads them on the host here too (0.7.4 core:3396).
     return max(1, int(offsets.diff().max()))
 
@@ -204,19 +217,36 @@ def _in_layout(buffer: object, query: Tensor, ndim: int) -> Tensor | None:
     return buffer.view(requests, tokens, *buffer.shape[1:])
 
 
-def _shaped(abi: FlashInferABI, call: Call, *, xqa: bool) -> dict[str, Tensor]:
-    """Return the views that older releases, and xqa, take of the call's tensors."""
+def _empty(call: Call, plan: Plan) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what there is for a batch without query tokens, which no kernel takes."""
+    query, out, lse = call["query"], call["out"], call["lse"]
+    if out is None:
+        out = query.new_empty((*query.shape[:-1], call["kv_lora_rank"]), dtype=plan.out_dtype)
+    if not call["return_lse"]:
+        return cast("Tensor", out)
+    return out, query.new_empty((0, query.shape[-2]), dtype=torch.float32) if lse is None else lse
+
+
+def _shaped(abi: FlashInferABI, call: Call, vetted: _Vetted | None) -> dict[str, Tensor]:
+    """Return the views that a kernel, or an older release, takes of the call's tensors."""
     shaped: dict[str, Tensor] = {}
-    cache, out, lse = call["kv_cache"], call["out"], call["lse"]
+    cache, out, lse, sinks = call["kv_cache"], call["out"], call["lse"], call["sinks"]
     if cache.ndim == 3 and not abi.features.kv_cache_3d:
         shaped["kv_cache"] = cache.unsqueeze(1)
-    if is_tensor(out) and out.ndim == 4 and (xqa or not abi.features.out_4d):
-        if out.shape[1] > 1:
-            # It would be taken for one token a request, and written past its end.
-            asked = f"{FUNCTION}(out=...) with several query tokens"
-            reason = missing_feature(abi, "out_4d", asked=asked, instead="call without the buffer")
-            raise_first(() if reason is None else (reason,))
-        shaped["out"] = out.squeeze(1)
-    if call["return_lse"] and is_tensor(lse) and lse.ndim == 3 and not abi.features.lse_3d:
+    if out is not None and not abi.features.out_4d and call["query"].shape[1] > 1:
+        # It is taken for one token a request, and written past its end.
+        asked = f"{FUNCTION}(out=...) with several query tokens"
+        reason = missing_feature(abi, "out_4d", asked=asked, instead="call without the buffer")
+        raise_first(() if reason is None else (reason,))
+    xqa = vetted is not None and vetted.plan.xqa
+    whole = out if vetted is None else vetted.step.out
+    if whole is not None and whole.ndim == 4 and (xqa or not abi.features.out_4d):
+        shaped["out"] = whole.squeeze(1)
+    elif whole is not None and whole is not out:
+        shaped["out"] = whole
+    flat = call["return_lse"] and is_tensor(lse) and lse.ndim == 3 and not abi.features.lse_3d
+    if flat and lse.is_contiguous():
         shaped["lse"] = lse.view(-1, lse.shape[-1])
+    if vetted is not None and isinstance(sinks, (list, tuple)):
+        shaped["sinks"] = sinks[0]  # the launcher takes the tensor
     return shaped

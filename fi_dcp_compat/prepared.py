@@ -6,7 +6,7 @@ Dimensions are those of `decode`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -264,7 +264,17 @@ class MLADecoder:
         return plan
 
 
-@lru_cache(maxsize=256)
+_MOST_KEPT = 256
+
+
 def decoder_for(binding: Binding, settings: Settings, checking: bool) -> MLADecoder:
     """Return the decoder of these settings; each call brings its own scales and sinks."""
-    return MLADecoder(binding, settings, checking=checking)
+    key = (settings, checking)
+    found = binding.decoders.get(key)
+    if isinstance(found, MLADecoder):
+        return found
+    for oldest in list(binding.decoders)[: 1 - _MOST_KEPT]:
+        binding.decoders.pop(oldest, None)
+    decoder = MLADecoder(binding, settings, checking=checking)
+    binding.decoders[key] = decoder
+    return decoder

@@ -22,8 +22,6 @@ class Route(NamedTuple):
     ----------
     backend : str
         What the kernel gets as ``backend``.
-    able : tuple of str
-        The backends that can run it, whatever `backend` is.
     may_run : tuple of str
         The backends the kernel may then pick.
     counter_buffer : bool
@@ -35,7 +33,6 @@ class Route(NamedTuple):
     """
 
     backend: str
-    able: tuple[str, ...]
     may_run: tuple[str, ...]
     counter_buffer: bool
     return_lse_base: str | None
@@ -59,7 +56,6 @@ def route(abi: FlashInferABI, config: Config, lse_base: LseBase) -> Route:
     found = "e" if backend == "reference" else features.lse_base[may_run[0]]
     return Route(
         backend=backend,
-        able=able,
         may_run=may_run,
         # Never with DCP, which no call routes to trtllm-gen.
         counter_buffer="trtllm-gen" in may_run and features.counter_buffer,

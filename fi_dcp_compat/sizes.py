@@ -35,6 +35,7 @@ def min_workspace_bytes(
     return_lse: bool,
     sm_count: int,
     varlen: bool = False,
+    causal: bool = True,
 ) -> int:
     """Return the bytes that suffice for every batch of up to `batch` requests.
 
@@ -58,6 +59,8 @@ def min_workspace_bytes(
     varlen : bool
         Whether requests of different query lengths, 1 to `q_len`, share a batch
         (``cum_seq_lens_q``). Padding requests without a token take more than this.
+    causal : bool
+        False for blocks of ``causal=False``, which are launched as a request a row.
 
     Raises
     ------
@@ -68,9 +71,14 @@ def min_workspace_bytes(
         needed = f"one of {', '.join(BACKENDS)}"
         invalid("backend", f"must be {needed}", backend, needed, "name one of those")
     _require_positive(batch=batch, q_len=q_len, num_heads=num_heads, sm_count=sm_count)
+    if not causal:
+        batch, q_len, varlen = batch * q_len, 1, False
     names: tuple[str, ...] = AUTO_BACKENDS[10] if backend == "auto" else (backend,)
+    # 0.6.14's auto gives cute-dsl what is behind the counters (core:1968).
+    shared = backend == "auto" and not abi.features.counters_apart
+    behind = TRTLLM_GEN_COUNTER_BYTES if shared else 0
     return max(
-        _cute_dsl_bound(abi, batch, q_len, num_heads, sm_count, varlen)
+        behind + _cute_dsl_bound(abi, batch, q_len, num_heads, sm_count, varlen)
         if name == "cute-dsl"
         else needed_bytes(name, abi, batch, q_len, num_heads, return_lse, sm_count)
         for name in names

@@ -43,6 +43,8 @@ __all__ = ["mock_kernel", "use_kernel"]
 def use_kernel(kernel: Kernel, abi: FlashInferABI | None = None) -> Generator[FlashInferABI]:
     """Let this package call `kernel` instead of FlashInfer's function, inside the block.
 
+    It holds for the whole process: blocks may be nested, but not overlap in two threads.
+
     Parameters
     ----------
     kernel : callable
@@ -112,7 +114,7 @@ def _inspected(parameter: Parameter) -> inspect.Parameter:
     if parameter.default is not None:
         try:
             default = ast.literal_eval(parameter.default)
-        except ValueError:  # no literal: its text stands for it
+        except (ValueError, SyntaxError):  # no literal: its text stands for it
             default = parameter.default
     return inspect.Parameter(
         parameter.name, getattr(inspect.Parameter, parameter.kind), default=default

@@ -147,7 +147,7 @@ SHAPES: dict[str, Any] = {
     "compact DCP": lambda: arguments(backend="cute-dsl") | compact() | dcp(),
     "SGLang's": sglang,
     "fp8": lambda: arguments(dtype=torch.float8_e4m3fn, bmm1_scale=0.075, bmm2_scale=0.5),
-    "sinks": lambda: arguments(backend="trtllm-gen", sinks=[torch.zeros(16)]),
+    "sinks": lambda: arguments(backend="trtllm-gen", sinks=torch.zeros(16)),
     "equal lengths": lambda: arguments(is_var_seq=False, enable_pdl=False),
     "the monolithic kernel": lambda: arguments(backend="cute-dsl", cute_dsl_impl="monolithic"),
     "sparse MLA": lambda: arguments(
@@ -212,7 +212,14 @@ def test_a_stacks_call_reaches_the_release_as_it_was_given(shape: str, version: 
     since = Version(SINCE.get(shape, "0.6.0"))
     if Version(version) >= since:
         got = received(version, given)
-        assert_same(whole(version, got), whole(version, given))
+        mine, theirs = whole(version, got), whole(version, given)
+        if mine["backend"] != theirs["backend"]:
+            # What was checked is what runs, where FlashInfer's auto may take another.
+            assert theirs.pop("backend") == "auto"
+            assert mine.pop("backend") == "trtllm-gen"
+            assert Version(version) < Version("0.7.1")
+            assert given.get("return_lse") or shape in ("compact", "several tokens")
+        assert_same(mine, theirs)
         defaults = {p.name: p.default for p in recorded(version).parameters}
         left_out = given.keys() - got.keys()
         assert all(repr(given[name]) == defaults[name] for name in left_out)

@@ -203,6 +203,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"return_lse": True, "return_lse_base": ["basee"]},
         "return_lse_base must be one of basee, base2, or None",
     ),
+    **{
+        f"{name} of another type": ({name: wrong}, f"{name} must be a")
+        for name, wrong in {
+            "is_var_seq": torch.ones(2),
+            "uses_shared_paged_kv_idx": None,
+            "use_fp16_softmax": torch.ones(2),
+            "cute_dsl_impl": ["auto"],
+            "kv_scale_format": torch.ones(2),
+            "backend": ["auto"],
+            "bmm1_scale": None,
+            "bmm2_scale": None,
+        }.items()
+    },
     "a flat query": (
         {"query": torch.zeros(2, 16, 576, dtype=torch.bfloat16)},
         r"query must be \[B, q_len, H, D\], or \[num_tokens, H, D\] with cum_seq_lens_q",
@@ -247,7 +260,6 @@ def test_a_stack_without_dcp_may_name_one_rank() -> None:
         {"sparse_mla_top_k": 128},
         {"backend": "sparse"},
         {"backend": "cake"},
-        {"kv_scale_format": "ue8m0"},
         {"uses_shared_paged_kv_idx": False},
         {"backend": "trtllm-gen", "cp_world": 1, "cp_rank": 0},
     ],
@@ -301,3 +313,20 @@ def test_before_the_first_record_it_is_another_function() -> None:
         "Needed: 0.6.0 or newer.\n"
         'Fix: pip install -U "flashinfer-python>=0.6.0".'
     )
+
+
+def test_the_scale_format_of_packed_caches_switches_no_check_off() -> None:
+    # FlashInfer does not read it with a dense cache.
+    given = {"kv_scale_format": "ue8m0"}
+    assert received("0.7.4", arguments(**given, **dcp()))["enable_dcp"] is True
+    with use_kernel(mock_kernel("0.7.4")), pytest.raises(InvalidInputError, match="int32"):
+        dropin(**arguments(**given, seq_lens=torch.full((2,), 7)))
+
+
+def test_the_reference_computes_dense_mla_only() -> None:
+    for changes in ({"sparse_mla_top_k": 8}, {"uses_shared_paged_kv_idx": False}):
+        with pytest.raises(UnsupportedConfigError, match="computes dense MLA only"):
+            dropin(**arguments(backend="reference", **changes))
+    packed = {"kv_cache": torch.zeros(4, 1, 64, 576, dtype=torch.uint8)}
+    with pytest.raises(UnsupportedConfigError, match="computes dense MLA only"):
+        dropin(**arguments(backend="reference") | packed)

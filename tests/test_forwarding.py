@@ -62,9 +62,9 @@ def test_the_base_asked_for_comes_from_every_release(version: str, backend: str,
 @pytest.mark.parametrize("version", RELEASES)
 def test_auto_names_a_backend_where_it_leaves_the_base_open(version: str) -> None:
     given = arguments(return_lse=True)
-    assert "backend" not in received(version, given)  # nobody asked
-    backend = received(version, given | {"return_lse_base": "basee"}).get("backend")
-    assert backend == (None if Version(version) >= Version("0.7.1") else "trtllm-gen")
+    named = None if Version(version) >= Version("0.7.1") else "trtllm-gen"
+    for base in (None, "basee"):
+        assert received(version, given | {"return_lse_base": base}).get("backend") == named
     assert lse_of(version, return_lse_base="base2") == 1.0
 
 
@@ -124,10 +124,12 @@ def test_dcp_has_the_base_asked_for() -> None:
         pytest.param("0.6.16", {"heads": 24}, None, id="24 heads are padded"),
         pytest.param("0.6.13", {"page_size": 128}, "cute-dsl", id="pages of 128"),
         pytest.param("0.7.4", {"heads": 96}, "cute-dsl", id="96 heads"),
-        pytest.param("0.6.12", {"q_len": 3}, None, id="several tokens before the causal mask"),
+        pytest.param("0.6.12", {"q_len": 3}, "trtllm-gen", id="no causal mask"),
         pytest.param("0.7.4", {"q_len": 3, "sinks": torch.zeros(16)}, "trtllm-gen", id="sinks"),
         pytest.param("0.7.4", {"sinks": torch.zeros(16)}, None, id="sinks, one token"),
-        pytest.param("0.6.14", compact(), None, id="compact"),
+        pytest.param("0.6.14", compact(), "trtllm-gen", id="compact"),
+        pytest.param("0.6.16", compact(), None, id="compact on both"),
+        pytest.param("0.7.4", {"width": 3}, "trtllm-gen", id="an odd table"),
     ],
 )
 def test_auto_becomes_the_backend_that_is_right_where_its_own_choice_is_not(
@@ -417,3 +419,83 @@ def test_the_reference_merges_ranks_as_decode_mla_does() -> None:
     out, lse = states[0]
     with pytest.raises(InvalidInputError, match="FlashInfer's own LSE is flat"):
         merge_dcp_states([out], [lse.flatten(0, 1)])
+
+
+# What FlashInfer takes in another form, or not at all.
+
+
+def test_an_empty_batch_is_answered_without_a_kernel() -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    empty = {"seq_lens": none, "block_tables": torch.zeros(0, 2, dtype=torch.int32)}
+    empty["query"] = torch.zeros(0, 3, 16, 576, dtype=torch.bfloat16)
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel):
+        assert dropin(**arguments(**empty)).shape == (0, 3, 16, 512)
+        out, lse = dropin(**arguments(**empty, **dcp(batch=0)))
+        mine = torch.zeros(0, 16), torch.zeros(0, 3, 16, 512, dtype=torch.bfloat16)
+        buffers = {"lse": mine[0], "out": mine[1], "return_lse": True}
+        got = dropin(**arguments(**empty, **buffers))
+    kernel.assert_not_called()
+    assert (out.shape, out.dtype) == ((0, 3, 16, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((0, 16), torch.float32)
+    assert got[0] is mine[1]
+    assert got[1] is mine[0]
+
+
+@pytest.mark.parametrize("backend", ["sparse", "cake", "auto", "trtllm-gen"])
+def test_counters_of_sparse_mla_go_to_trtllm_gen_alone(backend: str) -> None:
+    counters = torch.zeros(4096, dtype=torch.uint8)
+    given = arguments(
+        backend=backend,
+        sparse_mla_top_k=128,
+        block_tables=torch.zeros(2, 1, 128, dtype=torch.int32),
+        multi_ctas_kv_counter_buffer=counters,
+    )
+    forwarded = "multi_ctas_kv_counter_buffer" in received("0.7.4", given)
+    assert forwarded is (backend in ("auto", "trtllm-gen"))
+
+
+def test_a_flat_output_buffer_is_viewed_as_the_kernel_takes_it() -> None:
+    flat = torch.zeros(6, 16, 512, dtype=torch.bfloat16)
+    kernel = mock_kernel("0.7.4")
+    with use_kernel(kernel):
+        assert dropin(**arguments(q_len=3, out=flat)) is flat
+    assert kernel.call_args.kwargs["out"].shape == (2, 3, 16, 512)
+    assert flat.eq(1).all()
+    with pytest.raises(FlashInferVersionError, match="with several query tokens"):
+        received("0.6.7", arguments(q_len=3, out=flat))
+
+
+def test_a_list_of_sinks_is_unwrapped_and_a_query_length_that_says_nothing_left_out() -> None:
+    sinks = torch.zeros(16)
+    got = received("0.7.4", arguments(backend="trtllm-gen", sinks=[sinks], max_q_len=1))
+    assert got["sinks"] is sinks
+    assert "max_q_len" not in got
+    with pytest.raises(InvalidInputError, match="max_q_len=2"):
+        received("0.7.4", arguments(max_q_len=2))
+
+
+def test_one_rank_without_keys_passes_1_as_max_seq_len_too() -> None:
+    empty = torch.zeros(2, dtype=torch.int32)
+    given = arguments(seq_lens=empty, max_seq_len=0, **dcp(world=1, rank=0, tokens=0))
+    assert received("0.7.4", given)["max_seq_len"] == 1
+    for wrong in (torch.zeros(2), torch.zeros(()), None, 0.0):
+        with pytest.raises(InvalidInputError, match="max_seq_len"):
+            received("0.7.4", arguments(**dcp()) | {"max_seq_len": wrong})
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(3, 1, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.float8_e4m3fn),
+        torch.zeros(3, dtype=torch.int32, device="meta"),
+    ],
+    ids=str,
+)
+def test_offsets_are_looked_at_before_they_are_read(offsets: Tensor) -> None:
+    given = arguments(**compact() | {"cum_seq_lens_q": offsets})
+    del given["max_q_len"]
+    with pytest.raises(InvalidInputError, match="cum_seq_lens_q"):
+        received("0.7.4", given)

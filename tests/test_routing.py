@@ -189,7 +189,7 @@ def test_10_0_and_10_3_run_what_is_run_without_asking(
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 def test_12_runs_xqa_by_name(version: str, capability: tuple[int, int]) -> None:
     path = routed(version, num_heads=128, compute_capability=capability)
-    assert path == Route("xqa", ("xqa",), ("xqa",), False, None, None)
+    assert path == Route("xqa", ("xqa",), False, None, None)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (11, 0)])

@@ -115,6 +115,18 @@ def test_a_persistent_buffer_of_a_large_batch_takes_a_small_one() -> None:
     assert enough("auto", batch=64, num_heads=128) == 74 * 128 * 513 * 4
 
 
+def test_a_block_that_is_not_causal_needs_what_its_rows_need() -> None:
+    for backend in ("cute-dsl", "trtllm-gen", "auto"):
+        rows = enough(backend, batch=32, return_lse=True)
+        assert enough(backend, batch=8, q_len=4, return_lse=True, causal=False) == rows
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_the_counters_of_old_lie_before_what_auto_gives_cute_dsl(version: str) -> None:
+    inside = 8 * MIB if version in ("0.6.12", "0.6.13", "0.6.14") else 0
+    assert enough("auto", version) == enough("cute-dsl", version) + inside
+
+
 def test_the_counters_are_as_many_as_flashinfer_0_7_4_wants() -> None:
     wanted = flashinfer_0_7_4("flashinfer.utils", "get_trtllm_gen_multi_ctas_kv_counter_bytes")
     for batch, heads, sms in itertools.product((1, 2, 7, 64, 300), (1, 16, 96, 128), (1, 148, 160)):

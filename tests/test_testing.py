@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,9 +90,10 @@ def test_a_mock_can_lose_or_gain_parameters() -> None:
     gained = (*abi.parameters, Parameter("kv_layout", None, "KEYWORD_ONLY"))
     with pytest.raises(TypeError, match="kv_layout"):
         mock_kernel(abi._replace(parameters=gained))(**arguments())
-    odd = (*abi.parameters, Parameter("layout", "Layout.HND"))
-    kernel = mock_kernel(abi._replace(parameters=odd))
-    assert inspect.signature(kernel).parameters["layout"].default == "Layout.HND"
+    for text in ("Layout.HND", "<Layout.HND: 1>"):
+        odd = (*abi.parameters, Parameter("layout", text))
+        kernel = mock_kernel(abi._replace(parameters=odd))
+        assert inspect.signature(kernel).parameters["layout"].default == text
 
 
 def test_an_unrecorded_release_has_no_mock() -> None:
@@ -331,3 +334,13 @@ def test_a_stand_in_probes_to_a_defined_answer(name: str) -> None:
     elif native_dcp:
         assert raised.type is FlashInferSignatureError
         assert "has lost query" in str(raised.value)
+
+
+def test_a_mock_and_the_tensors_of_its_calls_go_when_the_test_is_over() -> None:
+    kernel = mock_kernel("0.7.4")
+    gone = weakref.ref(kernel)
+    with installed(kernel):
+        decode_with_dcp()
+    del kernel
+    gc.collect()
+    assert gone() is None
