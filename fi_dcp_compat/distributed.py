@@ -65,16 +65,20 @@ def gather_query_heads(query: Tensor, group: dist.ProcessGroup | None = None) ->
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Return how many ranks the group has; InvalidInputError if this process is none of them."""
-    given: object = group
-    stranger: object = dist.GroupMember.NON_GROUP_MEMBER  # an int; its size is -1
-    if not (given is None or given == stranger or isinstance(given, dist.ProcessGroup)):
+    if not _is_group(group):
         needed = "a ProcessGroup, or None for the default group"
-        invalid("group", f"must be {needed}", given, needed, "pass what new_group returns")
+        invalid("group", f"must be {needed}", group, needed, "pass what new_group returns")
     size: int = dist.get_world_size(group)
     if size < 1:
         needed = "a group that this process belongs to"
         invalid("group", f"must be {needed}", group, needed, "call it on the group's ranks only")
     return size
+
+
+def _is_group(value: object) -> bool:
+    # new_group gives a process that is not in the group an int, whose size is -1.
+    stranger = value == dist.GroupMember.NON_GROUP_MEMBER
+    return value is None or stranger or isinstance(value, dist.ProcessGroup)
 
 
 class _Spec(NamedTuple):
