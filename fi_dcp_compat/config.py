@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from packaging.version import Version
 
@@ -80,28 +80,42 @@ def for_all_of_it(reason: Reason, release: str) -> Reason:
     )
 
 
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, cast("tuple[object, ...]", value)))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _shown(value: object) -> str:
+    """Show a value that may be anything: a tensor's contents are no message."""
+    return repr(value) if _is_plain(value) else f"of type {type(value).__name__}"
+
+
 _SWITCHES = ("causal", "varlen", "return_lse", "sinks", "skip_softmax", "tensor_scales")
 
 
 def value_reasons(config: Config) -> Iterator[Reason]:
     """Yield what is wrong with each value by itself, whatever its annotation promises."""
-    if config.backend not in BACKENDS:
+    backend: object = config.backend
+    if not isinstance(backend, str) or backend not in BACKENDS:
         yield refused(
             "backend",
-            f"backend={config.backend!r} is not one of decode_mla's.",
-            f"{config.backend!r}.",
+            f"backend={_shown(backend)} is not one of decode_mla's.",
+            f"{_shown(backend)}.",
             f"one of {', '.join(BACKENDS)}.",
             "name one of those; sparse MLA and packed caches need FlashInfer's own function.",
         )
     counts = ("num_heads", "q_len", "page_size", "dcp_world_size", "interleave_size")
-    for name, low in (*((name, 1) for name in counts), ("block_table_width", 0), ("batch", 0)):
+    optional = ("block_table_width", "batch")
+    lows = {**dict.fromkeys((*counts, "kv_lora_rank"), 1), "qk_rope_head_dim": 0}
+    for name, low in (*lows.items(), *((name, 0) for name in optional)):
         value: object = getattr(config, name)
-        if (value is None and low == 0) or (type(value) is int and value >= low):
+        if (value is None and name in optional) or (type(value) is int and value >= low):
             continue
         yield refused(
             name,
             f"{name} must be an int of at least {low}.",
-            f"{name}={value!r}.",
+            f"{name}={_shown(value)}.",
             f"an int of at least {low}.",
             f"pass the {name} of the call.",
         )
@@ -120,7 +134,7 @@ def value_reasons(config: Config) -> Iterator[Reason]:
         yield refused(
             "compute_capability",
             "compute_capability must be a pair of ints.",
-            f"{capability!r}.",
+            f"{_shown(capability)}.",
             "(major, minor), for example (10, 0), or None.",
             "pass torch.cuda.get_device_capability().",
         )

@@ -81,6 +81,7 @@ def check_ranks(
         if type(value) is int and value >= low and (high is None or value < high):
             continue
         bound = f"at least {low}" if high is None else f"in [{low}, {high})"
+        given: object = value
         raise InvalidInputError(
             f"{name} must be an int {bound}.",
             found=f"{describe(value)} (Tensor)." if is_tensor(value) else f"{describe(value)}.",
@@ -89,7 +90,7 @@ def check_ranks(
             if type(value) is int
             else "pass int(...) of the group's value.",
             argument=name.split()[0],
-            value=describe(value) if is_tensor(value) else value,
+            value=given if isinstance(given, (int, float, str, type(None))) else describe(given),
         )
 
 

@@ -45,6 +45,9 @@ def check_words(call: Call) -> None:
     for name in ("backend", "cute_dsl_impl", "kv_scale_format"):
         if not isinstance(call[name], str):
             invalid(name, "must be a string", call[name], "one of FlashInfer's", "pass 'auto'")
+    for name in ("out", "lse"):
+        if call[name] is not None and not is_tensor(call[name]):
+            invalid(name, "must be a tensor", call[name], "a buffer, or None", "pass a tensor")
     for name in ("bmm1_scale", "bmm2_scale"):
         if call[name] is None:
             invalid(name, "must be a scale", None, "a float or a tensor", "leave it out for 1.0")

@@ -65,9 +65,10 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
             asked["backend"] = route.backend  # what was checked is what runs
         if base is not None:
             factor = route.lse_factor
-        if vetted.plan.xqa:
-            scales = kernel_scales(vetted.plan, call["bmm1_scale"], call["bmm2_scale"])
-            asked["bmm1_scale"], asked["bmm2_scale"] = scales
+        scales = kernel_scales(vetted.plan, call["bmm1_scale"], call["bmm2_scale"])
+        for name, scale in zip(("bmm1_scale", "bmm2_scale"), scales, strict=True):
+            if scale is not call[name]:
+                asked[name] = scale
     elif base is not None and not named:
         # Sparse MLA: auto is trtllm-gen or sparse, which agree.
         factor = lse_factor(LSE_BASES.get(backend, LSE_BASES["sparse"]), LSE_BASE_WORDS[base])

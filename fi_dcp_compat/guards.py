@@ -143,8 +143,11 @@ def _pair(capability: Sequence[int] | None) -> tuple[int, int] | None:
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """Return torch's name of a dtype, without torch."""
-    name = str(dtype).removeprefix("torch.")
-    return _ALIASES.get(name, name)
+    given: object = dtype
+    if not isinstance(given, str) and type(given).__name__ != "dtype":
+        return f"{type(given).__name__} (no dtype)"
+    name = str(given).removeprefix("torch.")
+    return _ALIASES.get(name, name) or "'' (no dtype)"
 
 
 def config_reasons(abi: FlashInferABI, config: Config) -> tuple[Reason, ...]:

@@ -242,6 +242,10 @@ def check_own(
     """Raise InvalidInputError unless a layer's own length bound and buffers fit."""
     device, shape = step.query.device, step.query.shape[:-1]
     require_int("max_seq_len", step.max_seq_len, 0 if dcp else 1)
+    for name, buffer in (("out", step.out), ("lse", step.lse)):
+        if buffer is not None and is_tensor(buffer) and buffer.requires_grad:
+            needed = "a buffer without a gradient, which no kernel carries"
+            invalid(name, "must not require a gradient", buffer, needed, "pass buffer.detach()")
     if step.out is not None:
         require_tensor("out", step.out, (*shape, kv_lora_rank), out_dtype, device)
     if step.lse is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import InvalidInputError
 from .features import LseBase
+from .validation import describe
 
 __all__ = ["MLAState", "merge_dcp_states"]
 
@@ -35,15 +36,17 @@ class MLAState(NamedTuple):
 
 def check_lse_base(base: str) -> None:
     """Raise InvalidInputError unless `base` is one of the two spellings."""
-    if base in ("e", "2"):
+    given: object = base
+    if isinstance(given, str) and given in ("e", "2"):
         return
+    plain = isinstance(given, (int, float, str, type(None)))
     raise InvalidInputError(
         "lse_base must be 'e' or '2'.",
-        found=f"{base!r}.",
+        found=f"{base!r}." if plain else f"{describe(given)}.",
         needed="'e' (natural log) or '2' (log2).",
         fix="pass 'e' where FlashInfer says 'basee', '2' where it says 'base2'.",
         argument="lse_base",
-        value=base,
+        value=base if plain else describe(given),
     )
 
 

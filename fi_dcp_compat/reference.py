@@ -7,6 +7,7 @@ them, so it can stand in for the function anywhere, on any device, accumulating 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -93,6 +94,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
         starts = cum_seq_lens_q[:-1].long().unsqueeze(1)
         q_lens = cum_seq_lens_q[1:].long().unsqueeze(1) - starts
         real = slots < q_lens
+        outside = real & ((starts + slots < 0) | (starts + slots >= query.shape[0]))
+        if bool(outside.any()):
+            shown = [int(offset) for offset in cum_seq_lens_q]
+            needed = f"prefix sums from 0 to the query's {query.shape[0]} tokens"
+            _unreadable("cum_seq_lens_q", f"{shown}", needed)
         # Requests are padded to rectangles here and the padding is dropped at the end.
         tokens = torch.where(real, starts + slots, 0)
         rows = query[tokens].float()
@@ -104,7 +110,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     page_size = kv_cache.shape[-2]
     pages = block_tables[:, : max(1, -(-max_seq_len // page_size))].long()
     cache = kv_cache[:, 0] if kv_cache.ndim == 4 else kv_cache
-    keys = cache[pages.clamp(min=0)].flatten(1, 2).float()
+    reached = torch.arange(pages.shape[1], device=query.device) * page_size < seq_lens.unsqueeze(1)
+    if bool((reached & ((pages < 0) | (pages >= len(cache)))).any()):
+        pages_used = f"pages {sorted({int(page) for page in pages[reached]})}"
+        _unreadable("block_tables", pages_used, f"page numbers in [0, {len(cache)})")
+    if not len(cache):
+        cache = cache.new_zeros(1, *cache.shape[1:])
+    keys = cache[torch.where(reached, pages, 0)].flatten(1, 2).float()
     position = torch.arange(keys.shape[1], device=query.device)
     held = position < seq_lens.long().unsqueeze(1)
     # A page that no length reaches may hold anything, NaN too.
@@ -148,6 +160,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if lse is not None:
         return out, lse.copy_(found.view(lse.shape))
     return out, found if compact else found.flatten(0, 1)
+
+
+def _unreadable(argument: str, found: str, needed: str) -> NoReturn:
+    raise InvalidInputError(
+        f"{argument} points outside of what it indexes.",
+        found=f"{found}.",
+        needed=f"{needed}.",
+        fix="pass the tensor of this batch.",
+        argument=argument,
+    )
 
 
 def _refuse(**unsupported: object) -> None:

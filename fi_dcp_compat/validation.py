@@ -29,6 +29,9 @@ def describe(value: object) -> str:
     if isinstance(value, (list, tuple)):
         parts = cast("Sequence[object]", value)
         return f"{type(parts).__name__} of {', '.join(map(describe, parts)) or 'nothing'}"
+    shape = getattr(value, "shape", None)
+    if shape:  # an array of another library
+        return f"{type(value).__name__} of shape {list(shape)}"
     return f"{value!r} ({type(value).__name__})"
 
 
