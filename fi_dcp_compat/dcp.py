@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import interleave_reason
 from .errors import InvalidInputError
-from .validation import describe, invalid, is_tensor
+from .validation import describe, invalid, is_tensor, kept
 
 __all__ = [
     "DCP",
@@ -81,7 +81,6 @@ def check_ranks(
         if type(value) is int and value >= low and (high is None or value < high):
             continue
         bound = f"at least {low}" if high is None else f"in [{low}, {high})"
-        given: object = value
         raise InvalidInputError(
             f"{name} must be an int {bound}.",
             found=f"{describe(value)} (Tensor)." if is_tensor(value) else f"{describe(value)}.",
@@ -90,7 +89,7 @@ def check_ranks(
             if type(value) is int
             else "pass int(...) of the group's value.",
             argument=name.split()[0],
-            value=given if isinstance(given, (int, float, str, type(None))) else describe(given),
+            value=kept(value),
         )
 
 

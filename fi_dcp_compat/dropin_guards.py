@@ -14,18 +14,18 @@ from .errors import FlashInferVersionError, Reason
 from .features import DCP_KEYWORDS, FEATURES, ROWS, LseBase
 from .guards import drift_reason
 from .known_issues import issues_of
-from .limits import CUTE_DSL_MAX_Q_LEN_WITH_SINKS, DCP_BACKENDS
+from .limits import CUTE_DSL_MAX_Q_LEN_WITH_SINKS, DCP_BACKENDS, LSE_BASE_WORDS
 from .releases import recorded_versions
 from .validation import invalid, is_tensor, require_int
 
-__all__ = ["LSE_BASE_WORDS", "Call", "check_words", "dense", "keyword_reasons", "release_reasons"]
+__all__ = ["LSE_BASE_OF", "Call", "check_words", "dense", "keyword_reasons", "release_reasons"]
 
 # A call by FlashInfer's keywords, all of them, defaults too.
 Call: TypeAlias = "dict[str, Any]"  # pyright: ignore[reportExplicitAny]
 
 _BACKENDS = {"cute-dsl": "cute_dsl", "sparse": "sparse_backend", "cake": "cake_backend"}
 _ROW_OF = {keyword: row for row in FEATURES for keyword in row.keywords}
-LSE_BASE_WORDS: dict[str, LseBase] = {"basee": "e", "base2": "2"}
+LSE_BASE_OF: dict[str, LseBase] = {word: base for base, word in LSE_BASE_WORDS.items()}
 
 
 def check_words(call: Call) -> None:
@@ -52,8 +52,8 @@ def check_words(call: Call) -> None:
         if call[name] is None:
             invalid(name, "must be a scale", None, "a float or a tensor", "leave it out for 1.0")
     base = call["return_lse_base"]
-    if base is not None and not (isinstance(base, str) and base in LSE_BASE_WORDS):
-        needed = f"one of {', '.join(LSE_BASE_WORDS)}, or None for the backend's own"
+    if base is not None and not (isinstance(base, str) and base in LSE_BASE_OF):
+        needed = f"one of {', '.join(LSE_BASE_OF)}, or None for the backend's own"
         invalid("return_lse_base", f"must be {needed}", base, needed, "pass one of those")
     if call["enable_dcp"]:
         if not call["return_lse"]:

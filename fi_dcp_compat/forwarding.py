@@ -12,7 +12,7 @@ from .abi import FUNCTION, FlashInferABI, missing_feature
 from .dcp import check_ranks
 from .describing import Binding
 from .dropin_guards import (
-    LSE_BASE_WORDS,
+    LSE_BASE_OF,
     Call,
     check_words,
     dense,
@@ -71,7 +71,7 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
                 asked[name] = scale
     elif base is not None and not named:
         # Sparse MLA: auto is trtllm-gen or sparse, which agree.
-        factor = lse_factor(LSE_BASES.get(backend, LSE_BASES["sparse"]), LSE_BASE_WORDS[base])
+        factor = lse_factor(LSE_BASES.get(backend, LSE_BASES["sparse"]), LSE_BASE_OF[base])
     if base is not None and named:
         asked["return_lse_base"] = base
     if counters is not None and _counted(abi, call, vetted):
@@ -168,7 +168,7 @@ def _vet(
         # One rank alone has no mask to set up, but runs where all of them do.
         backend=cast("Backend", DCP_BACKENDS[0] if dcp and backend == "auto" else backend),
         return_lse=call["return_lse"],
-        lse_base=LSE_BASE_WORDS.get(call["return_lse_base"], "e"),
+        lse_base=LSE_BASE_OF.get(call["return_lse_base"], "e"),
         sinks=call["sinks"] is not None,
         tensor_scales=any(isinstance(call[name], Tensor) for name in ("bmm1_scale", "bmm2_scale")),
         skip_softmax=skip_softmax_factor(call["skip_softmax_threshold_scale_factor"]),

@@ -56,6 +56,8 @@ AUTO_BACKENDS: Mapping[int, tuple[str, ...]] = MappingProxyType(
 LSE_BASES: Mapping[str, LseBase] = MappingProxyType(
     {"trtllm-gen": "2", "cute-dsl": "e", "sparse": "2", "cake": "2"}
 )
+# FlashInfer's words for them, as return_lse_base takes them.
+LSE_BASE_WORDS: Mapping[LseBase, str] = MappingProxyType({"e": "basee", "2": "base2"})
 INTERLEAVE_SIZES = (1,)
 DCP_BACKENDS = ("cute-dsl",)
 

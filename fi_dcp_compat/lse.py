@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import InvalidInputError
 from .features import LseBase
-from .validation import describe
+from .validation import kept
 
 __all__ = ["MLAState", "merge_dcp_states"]
 
@@ -39,14 +39,14 @@ def check_lse_base(base: str) -> None:
     given: object = base
     if isinstance(given, str) and given in ("e", "2"):
         return
-    plain = isinstance(given, (int, float, str, type(None)))
+    shown = kept(given)
     raise InvalidInputError(
         "lse_base must be 'e' or '2'.",
-        found=f"{base!r}." if plain else f"{describe(given)}.",
+        found=f"{shown!r}." if shown is given else f"{shown}.",
         needed="'e' (natural log) or '2' (log2).",
         fix="pass 'e' where FlashInfer says 'basee', '2' where it says 'base2'.",
         argument="lse_base",
-        value=base if plain else describe(given),
+        value=shown,
     )
 
 

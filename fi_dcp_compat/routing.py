@@ -10,6 +10,7 @@ from .config import Config
 from .errors import raise_first
 from .features import LseBase
 from .guards import backend_reasons, candidates, config_reasons
+from .limits import LSE_BASE_WORDS
 from .lse import lse_factor
 
 __all__ = ["Route", "route"]
@@ -59,7 +60,7 @@ def route(abi: FlashInferABI, config: Config, lse_base: LseBase) -> Route:
         may_run=may_run,
         # Never with DCP, which no call routes to trtllm-gen.
         counter_buffer="trtllm-gen" in may_run and features.counter_buffer,
-        return_lse_base=("basee" if lse_base == "e" else "base2") if named else None,
+        return_lse_base=LSE_BASE_WORDS[lse_base] if named else None,
         lse_factor=lse_factor(found, lse_base)
         if config.wants_lse and found and not named
         else None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import InvalidInputError
 
-__all__ = ["describe", "invalid", "is_tensor", "require_int", "require_tensor"]
+__all__ = ["describe", "invalid", "is_tensor", "kept", "require_int", "require_tensor"]
 
 # The compiled cute-dsl kernels assert these alignments of data_ptr, in bytes (facts, section 4).
 POINTER_ALIGNMENT = 16
@@ -35,6 +35,11 @@ def describe(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def kept(value: object) -> int | float | str | None:
+    """Return what an error keeps of a value: a plain one itself, another's description."""
+    return value if isinstance(value, (int, float, str, type(None))) else describe(value)
+
+
 def invalid(argument: str, problem: str, value: object, needed: str, fix: str) -> NoReturn:
     """Raise InvalidInputError for `argument`."""
     shown = describe(value)
@@ -44,7 +49,7 @@ def invalid(argument: str, problem: str, value: object, needed: str, fix: str) -
         needed=f"{needed}.",
         fix=fix if fix.endswith(".") else f"{fix}.",
         argument=argument,
-        value=value if isinstance(value, (int, float, str, type(None))) else shown,
+        value=kept(value),
     )
 
 
