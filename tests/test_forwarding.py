@@ -499,3 +499,13 @@ def test_offsets_are_looked_at_before_they_are_read(offsets: Tensor) -> None:
     del given["max_q_len"]
     with pytest.raises(InvalidInputError, match="cum_seq_lens_q"):
         received("0.7.4", given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [({"kv_cache": torch.zeros(576).bfloat16()}, "kv_cache"), ({"enable_pdl": 1}, "enable_pdl")],
+)
+def test_what_the_checks_rest_on_is_looked_at_first(changes: dict[str, Any], argument: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{argument} must be") as raised:
+        received("0.7.4", arguments() | changes)
+    assert raised.value.argument == argument
