@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         token_slots,
     )
     from .debug import debug_checks
-    from .decode import decode_mla, prepare_decode_mla
+    from .decode import decode_mla
     from .decode_dcp import decode_mla_dcp
     from .distributed import CombineMode, combine, combine_buffers, gather_query_heads
     from .errors import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .features import Features, LseBase
     from .guards import Backend, check
     from .lse import MLAState, merge_dcp_states
-    from .prepared import MLADecoder
+    from .prepared import MLADecoder, prepare_decode_mla
     from .probing import probe
     from .releases import recorded
     from .scales import BmmScales, bmm_scales
@@ -144,7 +144,7 @@ _HOME = {
     "local_seq_lens": "dcp",
     "merge_dcp_states": "lse",
     "min_workspace_bytes": "sizes",
-    "prepare_decode_mla": "decode",
+    "prepare_decode_mla": "prepared",
     "probe": "probing",
     "raise_first": "errors",
     "recorded": "releases",

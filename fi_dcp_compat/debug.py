@@ -1,7 +1,7 @@
 """Checks of values, at the price of a synchronisation: lengths, tables, pages, results.
 
-Off unless ``FI_DCP_COMPAT_DEBUG=1`` (a prepared decoder reads it when it is prepared) or inside
-`debug_checks`; never during stream capture.
+Off unless ``FI_DCP_COMPAT_DEBUG=1`` (read when a step's tensors are new) or inside `debug_checks`;
+never during stream capture.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def requested() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def enabled(query: Tensor, *, requested: bool) -> bool:
-    """Return whether values are to be checked now."""
-    if not requested and not _switched_on.get():
-        return False
+asked_here = _switched_on.get
+
+
+def possible(query: Tensor) -> bool:
+    """Return whether values can be looked at now: a graph's capture would break."""
     return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_values(
-    step: Step, layout: QueryLayout, cache_shape: torch.Size, world_size: int, rank: int
+    step: Step, layout: QueryLayout, page_size: int, world_size: int, rank: int
 ) -> None:
     """Raise InvalidInputError for the first row whose values cannot be right."""
-    num_pages, _, page_size, _ = cache_shape
+    num_pages = step.kv_cache.shape[0]
     lens = step.seq_lens.long().cpu()
     tables = step.block_tables.long().cpu()
     _refuse_rows(lens < 0, "seq_lens", "is negative", lens, "0 or more")

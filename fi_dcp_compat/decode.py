@@ -1,4 +1,4 @@
-"""The call: `decode_mla`, and `prepare_decode_mla` for what a stack knows at start-up.
+"""The call: `decode_mla`, which looks its prepared decoder up.
 
 Dimensions
 ----------
@@ -11,22 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
-from . import debug
-from .dcp import DCP, check_ranks
-from .errors import raise_first
+from .dcp import DCP
 from .features import LseBase
-from .guards import Backend, config_reasons
-from .inputs import Step, require_cache
+from .guards import Backend
+from .inputs import require_cache
 from .lse import MLAState, check_lse_base
-from .plans import Settings, bind, check_dtypes, check_settings
-from .prepared import MLADecoder, decoder_for
-from .scales import require_scales, skip_softmax_factor
+from .plans import Settings, bind, check_settings
+from .preparation import keep, preparation_for
+from .prepared import MLADecoder
+from .scales import skip_softmax_factor
 from .validation import invalid, is_tensor
 
-__all__ = ["decode_mla", "prepare_decode_mla"]
+__all__ = ["decode_mla"]
 
 
 if TYPE_CHECKING:
@@ -166,106 +164,90 @@ def decode_mla(
     NotPreparedError
         Under CUDA-graph capture with a kernel that was never run eagerly (0.7.4).
     """
-    binding = bind(backend)
-    check_lse_base(lse_base)
-    check_settings(causal, return_lse, enable_pdl, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
-    if not is_tensor(query):
-        invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
-    require_cache(kv_cache)
-    if dcp is not None and not isinstance(dcp, DCP):
+    if dcp is None:
+        world_size, rank, interleave_size = 1, 0, 1
+    elif isinstance(dcp, DCP):
+        world_size, rank, interleave_size = dcp.world_size, dcp.rank, dcp.interleave_size
+    else:
         invalid("dcp", "must be a DCP", dcp, "DCP(world_size, rank, lengths)", "build a DCP")
-    settings = Settings(
-        page_size=kv_cache.shape[-2],
-        dtype=query.dtype,
-        kv_dtype=kv_cache.dtype,
-        qk_nope_head_dim=qk_nope_head_dim,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        dcp_world_size=1 if dcp is None else dcp.world_size,
-        dcp_rank=0 if dcp is None else dcp.rank,
-        interleave_size=1 if dcp is None else dcp.interleave_size,
-        causal=causal,
-        backend=backend,
-        return_lse=return_lse or dcp is not None,
-        lse_base=lse_base,
-        sinks=sinks is not None,
-        tensor_scales=isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor),
-        skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
-        enable_pdl=enable_pdl,
+    binding = bind(backend)
+    key: tuple[object, ...] = ()
+    decoder = None
+    try:
+        key = (
+            kv_cache.shape[-2],
+            query.dtype,
+            kv_cache.dtype,
+            qk_nope_head_dim,
+            kv_lora_rank,
+            qk_rope_head_dim,
+            world_size,
+            rank,
+            interleave_size,
+            causal,
+            backend,
+            return_lse,
+            lse_base,
+            bmm1_scale,
+            bmm2_scale,
+            skip_softmax_threshold_scale_factor,
+            enable_pdl,
+        )
+        decoder = binding.decoders.get(key)
+    except (AttributeError, IndexError, TypeError):
+        pass  # no tensors, too few dimensions, or what has no hash: refused by name below
+    # What only compares equal finds it too, as 1 does for True, but is refused.
+    exact = (
+        (type(causal) is type(return_lse) is bool)
+        & (type(qk_nope_head_dim) is type(kv_lora_rank) is type(qk_rope_head_dim) is int)
+        & (enable_pdl is None or type(enable_pdl) is bool)
+        & (bmm1_scale is not True)
+        & (bmm2_scale is not True)
+        & (type(skip_softmax_threshold_scale_factor) is not bool)
     )
-    step = Step(
+    if decoder is None or sinks is not None or not exact:
+        if not is_tensor(query):
+            invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
+        require_cache(kv_cache)
+        check_lse_base(lse_base)
+        check_settings(
+            causal, return_lse, enable_pdl, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim
+        )
+        settings = Settings(
+            page_size=kv_cache.shape[-2],
+            dtype=query.dtype,
+            kv_dtype=kv_cache.dtype,
+            qk_nope_head_dim=qk_nope_head_dim,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            dcp_world_size=world_size,
+            dcp_rank=rank,
+            interleave_size=interleave_size,
+            causal=causal,
+            backend=backend,
+            return_lse=return_lse or dcp is not None,
+            lse_base=lse_base,
+            sinks=sinks is not None,
+            tensor_scales=isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor),
+            skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
+            enable_pdl=enable_pdl,
+        )
+        decoder = MLADecoder(preparation_for(binding, settings), bmm1_scale, bmm2_scale, sinks)
+        if decoder.plain:
+            keep(binding.decoders, key, decoder)
+    result = decoder.run(
         query,
         kv_cache,
         block_tables,
         seq_lens,
         max_seq_len,
         workspace_buffer,
-        None if dcp is None else dcp.causal_seqlens_kv_global,
-        cum_seq_lens_q,
-        max_q_len,
-        out,
-        lse,
-        multi_ctas_kv_counter_buffer,
+        causal_seqlens_kv_global=None if dcp is None else dcp.causal_seqlens_kv_global,
+        cum_seq_lens_q=cum_seq_lens_q,
+        max_q_len=max_q_len,
+        out=out,
+        lse=lse,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
     )
-    decoder = decoder_for(binding, settings, debug.requested())
-    result, states = decoder.decode(step, bmm1_scale, bmm2_scale, sinks)
-    return result if states is None else MLAState(result, states)
-
-
-def prepare_decode_mla(
-    *,
-    page_size: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None,
-    qk_nope_head_dim: int = 128,
-    kv_lora_rank: int = 512,
-    qk_rope_head_dim: int = 64,
-    dcp_world_size: int = 1,
-    dcp_rank: int = 0,
-    interleave_size: int = 1,
-    causal: bool = True,
-    backend: Backend = "auto",
-    bmm1_scale: float | Tensor,
-    bmm2_scale: float | Tensor | None = None,
-    return_lse: bool = False,
-    lse_base: LseBase = "e",
-    sinks: Tensor | Sequence[Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    enable_pdl: bool | None = None,
-) -> MLADecoder:
-    """Check, route and bind at start-up what does not change from step to step.
-
-    The arguments and errors are those of `decode_mla`; the head count and the query length come
-    with each step's query. The kernel is looked up now, once.
-
-    Returns
-    -------
-    MLADecoder, whose ``run`` takes a step's tensors and returns (out, lse or None)
-    """
-    check_ranks(dcp_world_size, dcp_rank, interleave_size)
-    check_lse_base(lse_base)
-    check_settings(causal, return_lse, enable_pdl, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
-    check_dtypes(dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype)
-    binding = bind(backend)
-    settings = Settings(
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=dtype if kv_dtype is None else kv_dtype,
-        qk_nope_head_dim=qk_nope_head_dim,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        dcp_world_size=dcp_world_size,
-        dcp_rank=dcp_rank,
-        interleave_size=interleave_size,
-        causal=causal,
-        backend=backend,
-        return_lse=return_lse or dcp_world_size > 1,
-        lse_base=lse_base,
-        sinks=sinks is not None,
-        tensor_scales=isinstance(bmm1_scale, Tensor) or isinstance(bmm2_scale, Tensor),
-        skip_softmax=skip_softmax_factor(skip_softmax_threshold_scale_factor),
-        enable_pdl=enable_pdl,
-    )
-    raise_first(config_reasons(binding.abi, settings.config()))
-    require_scales(bmm1_scale, bmm2_scale, settings.kv_dtype)
-    return MLADecoder(binding, settings, bmm1_scale, bmm2_scale, sinks, checking=debug.requested())
+    # Two thirds of what MLAState(*result) takes.
+    return result[0] if result[1] is None else tuple.__new__(MLAState, result)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .preparation import Preparation
+    from .prepared import MLADecoder
+
 __all__ = [
     "Binding",
     "Kernel",
@@ -41,15 +44,25 @@ Kernel: TypeAlias = "Callable[..., Tensor | tuple[Tensor, Tensor]]"
 class Binding:
     """A kernel and what is known of it; compared by identity, so caches can be keyed on it."""
 
-    __slots__ = ("abi", "decoders", "genuine", "kernel", "taken")
+    __slots__ = (
+        "abi",
+        "decoders",
+        "genuine",
+        "kernel",
+        "keywords",
+        "preparations",
+        "taken",
+    )
 
     def __init__(self, kernel: Kernel, abi: FlashInferABI, *, genuine: bool = False) -> None:
         self.kernel: Kernel = kernel
         self.abi: FlashInferABI = abi
+        self.keywords = frozenset(p.name for p in abi.parameters if p.by_keyword)
         self.genuine: bool = genuine
         """Whether it is FlashInfer's own code, which runs on a GPU only."""
-        self.decoders: dict[object, object] = {}
-        """Its preparations by their settings; they, and what a mock recorded, go when it goes."""
+        self.decoders: dict[object, MLADecoder] = {}
+        self.preparations: dict[object, Preparation] = {}
+        """By their settings; they, and what a mock recorded, go when it goes."""
         self.taken: set[object] = set()
         """The kinds of drop-in calls that the release was found to take."""
 

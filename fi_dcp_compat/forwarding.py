@@ -26,7 +26,7 @@ from .launch import call_kernel, kernel_scales
 from .limits import DCP_BACKENDS, LSE_BASES
 from .lse import lse_factor
 from .plans import Plan, Settings, bind, check_settings
-from .prepared import decoder_for
+from .preparation import preparation_for
 from .scales import skip_softmax_factor
 from .validation import is_tensor, require_tensor
 
@@ -188,11 +188,10 @@ def _vet(
         lse=_in_layout(call["lse"], query, 2) if call["return_lse"] else None,
         multi_ctas_kv_counter_buffer=counters,
     )
-    decoder = decoder_for(binding, settings, debug.requested())
-    plan, layout, _, _, checking = decoder.vet(
-        step, call["bmm1_scale"], call["bmm2_scale"], call["sinks"]
-    )
-    return _Vetted(step, plan, layout, checking)
+    preparation = preparation_for(binding, settings)
+    passed = preparation.found(step)
+    own = preparation.own(step, passed, call["bmm1_scale"], call["bmm2_scale"], call["sinks"])
+    return _Vetted(step, passed.plan, passed.layout, own.checking)
 
 
 def _max_q_len(call: Call) -> int | None:

@@ -6,7 +6,6 @@ Dimensions are those of `decode`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ from .validation import (
 __all__ = [
     "QueryLayout",
     "Step",
-    "Vetted",
-    "cache_view",
+    "check_cache",
     "check_own",
     "check_shared",
     "query_layout",
@@ -53,17 +51,6 @@ class Step(NamedTuple):
     lse: Tensor | None = None
     multi_ctas_kv_counter_buffer: Tensor | None = None
 
-    def shared(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that the layers of a step share."""
-        return (
-            self.block_tables,
-            self.seq_lens,
-            self.workspace_buffer,
-            self.causal_seqlens_kv_global,
-            self.cum_seq_lens_q,
-            self.multi_ctas_kv_counter_buffer,
-        )
-
 
 class QueryLayout(NamedTuple):
     """How the query is laid out: flat or not, uniform or compact."""
@@ -74,33 +61,6 @@ class QueryLayout(NamedTuple):
     num_tokens: int
     flat: bool
     compact: bool
-
-
-class Vetted:
-    """The shared tensors that passed their checks last; layers of one step pass them again.
-
-    They are looked at again when an object changes, not when one is resized in place.
-    """
-
-    __slots__ = ("_device", "_layout", "_plan", "_refs")
-
-    def __init__(
-        self, plan: object = None, layout: QueryLayout | None = None, step: Step | None = None
-    ) -> None:
-        self._plan, self._layout = plan, layout
-        self._device = None if step is None else step.query.device
-        shared = () if step is None else step.shared()
-        self._refs = [weakref.ref(tensor) if is_tensor(tensor) else None for tensor in shared]
-
-    def covers(self, plan: object, layout: QueryLayout, step: Step) -> bool:
-        """Return whether these are the tensors that passed."""
-        if plan is not self._plan or layout != self._layout or step.query.device != self._device:
-            return False
-        for tensor, ref in zip(step.shared(), self._refs, strict=True):
-            # A dead reference gives None, which is not a tensor left out.
-            if (ref is None) != (tensor is None) or (ref is not None and ref() is not tensor):
-                return False
-        return True
 
 
 def query_layout(step: Step, head_dim: int) -> QueryLayout:
@@ -181,10 +141,10 @@ def require_cache(kv_cache: Tensor) -> None:
         invalid("kv_cache", f"must be {needed}", kv_cache, needed, "reshape it")
 
 
-def cache_view(
+def check_cache(
     kv_cache: Tensor, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the cache as [num_pages, 1, page_size, D], or raise where it cannot be read so."""
+) -> None:
+    """Raise where the cache cannot be read as [num_pages, 1, page_size, D]."""
     require_cache(kv_cache)
     cache = kv_cache.unsqueeze(1) if kv_cache.ndim == 3 else kv_cache
     if cache.shape[1:] == (1, cache.shape[2], head_dim) and cache.shape[2] != page_size:
@@ -211,7 +171,6 @@ def cache_view(
         needed = f"{dtype} on {device}, each page contiguous, {POINTER_ALIGNMENT}-byte aligned"
         fix = "pass the cache as it was allocated"
         invalid("kv_cache", f"must be {needed}", kv_cache, needed, fix)
-    return cache
 
 
 def check_shared(step: Step, layout: QueryLayout, *, dcp: bool, strided_tables: bool) -> None:

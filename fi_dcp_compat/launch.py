@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .abi import FlashInferABI
 from .dcp import flatten_query_rows
 from .describing import Binding
 from .errors import FlashInferSignatureError, NotPreparedError
@@ -12,48 +13,32 @@ from .inputs import QueryLayout, Step
 from .plans import Plan
 from .validation import describe
 
-__all__ = ["call_kernel", "kernel_scales", "step_arguments", "wrong_result"]
+__all__ = [
+    "EXPLAINED",
+    "call_kernel",
+    "flattened",
+    "kernel_scales",
+    "pair",
+    "raise_explained",
+    "wrong_result",
+]
 
 # The text of the RuntimeError that 0.7.4 raises (mla_decode.py:281).
 _NOT_PREPARED = "must be prepared before CUDA graph capture"
 
 
-def step_arguments(
-    step: Step, layout: QueryLayout, rows: QueryLayout, plan: Plan
-) -> dict[str, object]:
-    """Return the keywords of one step; `rows` is `layout` as the kernel gets it."""
+def flattened(step: Step, layout: QueryLayout, rows: QueryLayout) -> dict[str, Tensor]:
+    """Return the query, the tables and the lengths with each query token as a request."""
     query, block_tables, seq_lens = step.query, step.block_tables, step.seq_lens
-    if rows is not layout:
-        if step.cum_seq_lens_q is not None:
-            block_tables, seq_lens, _ = flatten_query_rows(
-                step.cum_seq_lens_q, layout.num_tokens, block_tables, seq_lens
-            )
-        else:
-            block_tables = block_tables.repeat_interleave(layout.q_len, dim=0)
-            seq_lens = seq_lens.repeat_interleave(layout.q_len)
-    if not rows.compact and query.shape[:-2] != (rows.batch, rows.q_len):
-        query = query.reshape(rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
-    arguments = plan.keywords | {
-        "query": query,
-        "workspace_buffer": step.workspace_buffer,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        # FlashInfer refuses 0, and a rank may hold no key of its batch.
-        "max_seq_len": step.max_seq_len or 1,
-    }
-    if step.lse is not None:
-        arguments["lse"] = step.lse.view(layout.num_tokens, layout.num_heads)
-    if step.out is not None:
-        shape = (rows.batch, layout.num_heads) if plan.xqa else query.shape[:-1]
-        arguments["out"] = step.out.view(*shape, step.out.shape[-1])
-    if rows.compact:
-        arguments["cum_seq_lens_q"] = step.cum_seq_lens_q
-        arguments["max_q_len"] = step.max_q_len
-    if "enable_dcp" in plan.keywords:
-        arguments["causal_seqlens_kv_global"] = step.causal_seqlens_kv_global
-    elif plan.route.counter_buffer and step.multi_ctas_kv_counter_buffer is not None:
-        arguments["multi_ctas_kv_counter_buffer"] = step.multi_ctas_kv_counter_buffer
-    return arguments
+    if step.cum_seq_lens_q is not None:
+        block_tables, seq_lens, _ = flatten_query_rows(
+            step.cum_seq_lens_q, layout.num_tokens, block_tables, seq_lens
+        )
+    else:
+        block_tables = block_tables.repeat_interleave(layout.q_len, dim=0)
+        seq_lens = seq_lens.repeat_interleave(layout.q_len)
+    query = query.reshape(rows.batch, rows.q_len, *query.shape[-2:])
+    return {"query": query, "block_tables": block_tables, "seq_lens": seq_lens}
 
 
 def kernel_scales(
@@ -79,26 +64,42 @@ def _passed_on(scale: int) -> int | float:
 def call_kernel(binding: Binding, arguments: dict[str, object]) -> tuple[Tensor, Tensor | None]:
     """Call the kernel and return (out, lse or None), whatever form it answers in."""
     try:
-        result = binding.kernel(**arguments)
-    except RuntimeError as exc:
-        if _NOT_PREPARED not in str(exc):
-            raise
-        raise _not_prepared(binding, arguments) from exc
-    except (AttributeError, ImportError) as exc:
+        answer = binding.kernel(**arguments)
+    except EXPLAINED as exc:
+        raise_explained(exc, binding.abi, arguments)
+        raise
+    return pair(answer, return_lse="return_lse" in arguments)
+
+
+# What `raise_explained` knows of.
+EXPLAINED = (RuntimeError, AttributeError, ImportError)
+
+
+def raise_explained(exc: Exception, abi: FlashInferABI, arguments: dict[str, object]) -> None:
+    """Raise what a kernel's failure means, if that is known."""
+    text = str(exc)
+    if isinstance(exc, RuntimeError):
+        if _NOT_PREPARED in text:
+            raise _not_prepared(abi, arguments) from exc
+    elif "cutlass" in text:
         # cute-dsl is imported by its first call, and may not fit the installed CuTe DSL.
-        if "cutlass" not in str(exc):
-            raise
         raise import_failure(exc) from exc
-    if isinstance(result, tuple):
-        return result if "return_lse" in arguments else (result[0], None)
-    if "return_lse" not in arguments:
-        return result, None
-    raise wrong_result(result, "(out, lse) with return_lse=True")
 
 
-def _not_prepared(binding: Binding, arguments: dict[str, object]) -> NotPreparedError:
+def pair(
+    answer: Tensor | tuple[Tensor, Tensor], *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return (out, lse or None), whatever form the kernel answered in."""
+    if isinstance(answer, tuple):
+        return answer if return_lse else (answer[0], None)
+    if not return_lse:
+        return answer, None
+    raise wrong_result(answer, "(out, lse) with return_lse=True")
+
+
+def _not_prepared(abi: FlashInferABI, arguments: dict[str, object]) -> NotPreparedError:
     query, cache = describe(arguments["query"]), describe(arguments["kv_cache"])
-    grows = binding.abi.features.max_seq_len_compiles
+    grows = abi.features.max_seq_len_compiles
     return NotPreparedError(
         "FlashInfer would compile this kernel inside a CUDA-graph capture.",
         found=f"a first call under capture: query {query}, kv_cache {cache}, "

@@ -20,7 +20,15 @@ from .routing import Route, route
 from .sizes import folded_tokens
 from .validation import invalid, require_int
 
-__all__ = ["Plan", "Settings", "bind", "check_dtypes", "check_settings", "make_plan", "out_dtype"]
+__all__ = [
+    "Plan",
+    "Settings",
+    "bind",
+    "check_dtypes",
+    "check_settings",
+    "make_plan",
+    "out_dtype",
+]
 
 
 class Settings(NamedTuple):
@@ -97,7 +105,8 @@ class Plan(NamedTuple):
 
     route: Route
     keywords: dict[str, object]
-    known: frozenset[str]
+    dcp: bool
+    return_lse: bool
     out_dtype: torch.dtype
     strided_tables: bool
     whole_heads: bool
@@ -128,7 +137,8 @@ def make_plan(abi: FlashInferABI, settings: Settings, config: Config) -> Plan:
     return Plan(
         route=path,
         keywords=keywords,
-        known=frozenset(parameter.name for parameter in abi.parameters),
+        dcp=settings.dcp_world_size > 1,
+        return_lse=settings.return_lse,
         out_dtype=out_dtype(abi, path.backend, settings.dtype),
         strided_tables=path.may_run == ("cute-dsl",),
         whole_heads="cute-dsl" in path.may_run

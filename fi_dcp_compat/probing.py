@@ -83,12 +83,14 @@ def bind_kernel() -> Binding:
     """Look FlashInfer's function up where stacks and their tests find and patch it."""
     if _installed is not None:
         return _installed
+    modules = sys.modules
     # A failed import of the package leaves its finished submodules behind.
-    module: object = sys.modules.get("flashinfer.decode") if "flashinfer" in sys.modules else None
+    module: object = modules.get("flashinfer.decode") if "flashinfer" in modules else None
     kernel: Kernel | None = getattr(module, FUNCTION, None)
-    known = None if kernel is None else _known(kernel)
-    if known is not None:
-        return known
+    try:
+        return _bound[kernel]
+    except (KeyError, TypeError):  # a new one, or a stand-in that cannot be hashed
+        pass
     # One that is under way in another thread has not filled them yet, and may fail.
     if module is None or _importing("flashinfer") or _importing("flashinfer.decode"):
         module = _import_decode()
@@ -114,13 +116,6 @@ _MOST_BOUND = 16
 _static: dict[str, FlashInferABI] = {}
 # warnings.catch_warnings puts back what it found: overlapping ones lose the caller's filters.
 _import_lock = threading.RLock()
-
-
-def _known(kernel: Kernel) -> Binding | None:
-    try:
-        return _bound.get(kernel)
-    except TypeError:
-        return None
 
 
 def _importing(name: str) -> bool:

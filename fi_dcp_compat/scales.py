@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .validation import invalid, is_tensor
 
-__all__ = ["BmmScales", "bmm_scales", "require_scales", "skip_softmax_factor"]
+__all__ = ["BmmScales", "are_plain", "bmm_scales", "require_scales", "skip_softmax_factor"]
 
 FP8 = torch.float8_e4m3fn
 
@@ -29,6 +29,15 @@ def require_scales(
     elif kv_dtype is FP8:
         needed = "a scale for an fp8 cache, 1.0 if it was not scaled"
         invalid("bmm2_scale", "must be given", None, needed, "pass bmm_scales(...).bmm2_scale")
+
+
+def are_plain(bmm1_scale: object, bmm2_scale: object) -> bool:
+    """Return whether they are floats that any kernel takes; `bmm2_scale` may be left out."""
+    return (
+        type(bmm1_scale) is float
+        and 0.0 < bmm1_scale < math.inf
+        and (bmm2_scale is None or (type(bmm2_scale) is float and 0.0 < bmm2_scale < math.inf))
+    )
 
 
 def _require_scale(argument: str, scale: object, device: torch.device | None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fi_dcp_compat import plans, prepared, probe
+from fi_dcp_compat import plans, preparation, probe
 
 # The tensors are small: more threads only wait for each other, on a busy machine tenfold.
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def wheels_folder(request: pytest.FixtureRequest) -> Path:
 def _fresh_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in ("FI_DCP_COMPAT_ASSUME_VERSION", "FI_DCP_COMPAT_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
-    caches = (probe, prepared._gpu, plans._reference_binding)
+    caches = (probe, preparation._gpu, plans._reference_binding)
     for cache in caches:
         cache.cache_clear()
     yield

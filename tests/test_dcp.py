@@ -203,3 +203,17 @@ def test_what_is_no_int_in_range_is_refused(name: str, wrong: object) -> None:
 def test_a_rank_outside_the_group_is_refused(rank: int) -> None:
     with pytest.raises(InvalidInputError, match=r"rank .* must be an int in \[0, 4\)"):
         DCP(4, rank, LENS)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.0, True], ids=repr)
+@pytest.mark.parametrize("name", ["world_size", "rank", "interleave_size"])
+def test_no_function_of_the_ranks_takes_a_number_out_of_its_range(name: str, wrong: Any) -> None:
+    values: dict[str, Any] = {"world_size": 4, "rank": 1, "interleave_size": 1, name: wrong}
+    with pytest.raises(InvalidInputError, match=name):
+        local_seq_lens(LENS, **values)
+    with pytest.raises(InvalidInputError, match=name):
+        token_positions(LENS, **values)
+    del values["rank"]
+    if name in values:
+        with pytest.raises(InvalidInputError, match=name):
+            token_slots(LENS, **values)

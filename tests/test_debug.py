@@ -208,17 +208,24 @@ def test_the_environment_switches_it_on(
     assert raised.value.summary == summary
 
 
-def test_the_environment_may_switch_it_on_after_a_first_call(
+def test_the_environment_is_read_where_a_steps_tensors_are_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = call(seq_lens=lens(7, -1))
     with use_kernel(mock_kernel("0.7.4"), recorded("0.7.4")):
-        decode_mla(**given)
+        first = call(seq_lens=lens(7, -1))
+        decode_mla(**first)
         monkeypatch.setenv("FI_DCP_COMPAT_DEBUG", "1")
+        decode_mla(**first)
+        second = call(seq_lens=lens(7, -1))
+        for _ in range(2):  # a step that was refused is looked at again
+            with pytest.raises(InvalidInputError, match="is negative"):
+                decode_mla(**second)
+        decoder = prepare_decode_mla(page_size=64, dtype=torch.bfloat16, bmm1_scale=0.1)
+        names = ("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "workspace_buffer")
         with pytest.raises(InvalidInputError, match="is negative"):
-            decode_mla(**given)
+            decoder.run(*(second[name] for name in names))
         monkeypatch.delenv("FI_DCP_COMPAT_DEBUG")
-        decode_mla(**given)
+        decode_mla(**second)
 
 
 @pytest.mark.parametrize("value", ["", "0"])

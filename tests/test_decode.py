@@ -21,8 +21,8 @@ from fi_dcp_compat import (
     NotPreparedError,
     UnsupportedConfigError,
     decode_mla,
+    preparation,
     prepare_decode_mla,
-    prepared,
     probe,
     recorded,
 )
@@ -189,7 +189,7 @@ def test_xqa_gets_the_softmax_scale_without_the_output_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-    monkeypatch.setattr(prepared, "_gpu", lambda device: prepared._Gpu((12, 0), 148))
+    monkeypatch.setattr(preparation, "_gpu", lambda device: preparation._Gpu((12, 0), 148))
     kernel = mock_kernel("0.7.4")
     out = torch.empty(2, 1, 128, 512, dtype=torch.bfloat16)
     given = call(heads=128, dtype=torch.float8_e4m3fn, bmm1_scale=0.1, bmm2_scale=0.5, out=out)

@@ -16,6 +16,7 @@ from fi_dcp_compat import (
     combine_buffers,
     gather_query_heads,
 )
+from fi_dcp_compat.collectives import reduce_scatter
 from tests.ranks.checks import (
     CHECKS,
     MODES,
@@ -108,3 +109,41 @@ def test_a_group_that_is_none_is_refused(group: Any) -> None:
     for call in (combine, combine_buffers, lambda s, g: gather_query_heads(s.out, g)):
         with pytest.raises(InvalidInputError, match="group must be a ProcessGroup, or None"):
             call(state, group)
+
+
+OUT, LSE = torch.zeros(2, 8, 4), torch.zeros(2, 8)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (None, LSE),
+        (OUT.to_sparse(), LSE),
+        (OUT, None),
+        (OUT, [[0.0] * 8] * 2),
+        (OUT, LSE.to_sparse()),
+        (torch.zeros(()), torch.zeros(())),
+        (torch.zeros(8), torch.zeros(())),
+        (OUT, LSE.to("meta")),
+    ],
+)
+@pytest.mark.parametrize("call", [combine, combine_buffers])
+def test_a_state_that_is_none_is_refused_before_the_group_is_asked(call: Any, state: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"state must be out \[\.\., H, D\] bf16") as raised:
+        call(state)
+    assert raised.value.argument == "state"
+
+
+@pytest.mark.parametrize("query", [None, [[0.0]], torch.zeros(2, 8, 4).to_sparse(), torch.zeros(3)])
+def test_a_query_without_heads_is_not_gathered(query: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"query must be \[\.\., H_local, D\]"):
+        gather_query_heads(query)
+
+
+def test_a_reduce_scatter_that_fails_says_why_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*tensors: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_single", failing, raising=False)
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+        reduce_scatter(torch.zeros(2), torch.zeros(4), None)

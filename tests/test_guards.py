@@ -24,8 +24,8 @@ from fi_dcp_compat import (
     UnsupportedConfigError,
     check,
     decode_mla,
+    preparation,
     prepare_decode_mla,
-    prepared,
     recorded,
     supports_combination,
 )
@@ -142,9 +142,9 @@ signature_of = functools.cache(signature)
 @contextmanager
 def gpu(capability: tuple[int, int] = (10, 0), sm_count: int = 148) -> Iterator[None]:
     """Let CPU tensors pass for tensors on such a GPU."""
-    facts = functools.cache(lambda device: prepared._Gpu(capability, sm_count))
+    facts = functools.cache(lambda device: preparation._Gpu(capability, sm_count))
     with (
-        patch.object(prepared, "_gpu", facts),
+        patch.object(preparation, "_gpu", facts),
         patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True),
     ):
         yield

@@ -45,7 +45,7 @@ LAYERS = (
     ("guards",),
     ("inputs", "scales", "sizes"),
     ("routing",),
-    ("plans", "launch", "debug", "prepared"),
+    ("plans", "launch", "debug", "passed", "preparation", "prepared"),
     ("arguments",),
     ("dropin_guards",),
     ("forwarding",),

@@ -188,3 +188,8 @@ def test_what_it_does_not_compute_is_refused(keywords: dict[str, Any]) -> None:
     name = next(iter(keywords))
     with pytest.raises(InvalidInputError, match=f"torch reference does not take {name}"):
         run(random_batch([1], [40]), **keywords)
+
+
+def test_with_dcp_it_needs_the_global_lengths() -> None:
+    with pytest.raises(ValueError, match="causal_seqlens_kv_global is required"):
+        run(random_batch([1], [40]), enable_dcp=True, cp_world=2, cp_rank=0)

@@ -23,7 +23,7 @@ from fi_dcp_compat import (
     FlashInferCompatError,
     check,
     decode_mla,
-    prepared,
+    preparation,
     probe,
     recorded,
 )
@@ -100,7 +100,7 @@ def outcomes() -> tuple[Outcome, ...]:
     """Run the whole grid, once for all tests."""
     found: list[Outcome] = []
     for capability, cases in itertools.groupby(grid(), key=lambda case: case.capability):
-        prepared._gpu.cache_clear()
+        preparation._gpu.cache_clear()
         with simulated_flashinfer(compute_capability=capability, compute=False) as simulation:
             assert simulation.release == version("flashinfer-python")
             abi = recorded(simulation.release)

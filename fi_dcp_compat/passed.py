@@ -1,0 +1,190 @@
+"""A step that passed its checks: what the next one is held against, and how both are run.
+
+Dimensions are those of `decode`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .inputs import QueryLayout, Step
+from .launch import wrong_result
+from .plans import Plan
+from .validation import POINTER_ALIGNMENT
+
+__all__ = ["Passed"]
+
+# The keywords of a step, as far as each call has them.
+_STEP = (
+    *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"),
+    *("bmm1_scale", "bmm2_scale"),
+)
+_DCP = ("causal_seqlens_kv_global",)
+_COMPACT = ("cum_seq_lens_q", "max_q_len")
+
+
+class Passed:
+    """What was found of a step that passed.
+
+    The layers of a model pass the same tables, lengths and buffers, and a query and a cache of
+    their own: a call with the same objects, and with a query and a cache of the same shapes,
+    strides, dtypes and device, would pass again. Objects are held weakly; one that is resized in
+    place is not noticed.
+    """
+
+    __slots__ = (
+        "block_tables",
+        "bounds",
+        "cache_dtype",
+        "cache_flat",
+        "cache_shape",
+        "cache_strides",
+        "compact",
+        "counted",
+        "counters",
+        "dcp",
+        "debugging",
+        "device",
+        "kernel_out",
+        "keywords",
+        "layout",
+        "lse_factor",
+        "lse_shape",
+        "lse_view",
+        "max_q_len",
+        "offsets",
+        "out_shape",
+        "out_view",
+        "plan",
+        "query_dtype",
+        "query_shape",
+        "query_strides",
+        "query_view",
+        "return_lse",
+        "rows",
+        "seq_lens",
+        "settled",
+        "special",
+        "workspace",
+    )
+
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        layout: QueryLayout,
+        rows: QueryLayout,
+        kv_lora_rank: int,
+        *,
+        debugging: bool,
+    ) -> None:
+        query, cache = step.query, step.kv_cache
+        self.plan, self.layout, self.rows = plan, layout, rows
+        self.dcp = plan.dcp
+        self.return_lse, self.lse_factor = plan.return_lse, plan.route.lse_factor
+        self.debugging = debugging
+        self.block_tables = _held(step.block_tables) or _nothing
+        self.seq_lens = _held(step.seq_lens) or _nothing
+        self.workspace = _held(step.workspace_buffer) or _nothing
+        self.bounds = _held(step.causal_seqlens_kv_global)
+        self.offsets = _held(step.cum_seq_lens_q)
+        self.counters = _held(step.multi_ctas_kv_counter_buffer)
+        self.max_q_len = step.max_q_len
+        self.device = query.device
+        self.query_shape, self.query_dtype = query.shape, query.dtype
+        self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
+        # None where they follow from the shape, which is faster to see.
+        self.query_strides = None if query.is_contiguous() else query.stride()
+        self.cache_strides = None if cache.is_contiguous() else cache.stride()
+
+        # With the keys that each call sets: to fill a copy is faster than to let it grow.
+        set_later = (*_STEP, *(_DCP * plan.dcp), *(_COMPACT * rows.compact))
+        self.keywords: dict[str, object] = dict.fromkeys(set_later) | plan.keywords
+        self.cache_flat = cache.ndim == 3
+        shape = (rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
+        # Rows that are flattened get another query altogether.
+        same = rows.compact or query.shape == shape or rows is not layout
+        self.query_view = None if same else shape
+        self.lse_shape = query.shape[:-1]
+        self.out_shape = torch.Size((*self.lse_shape, kv_lora_rank))
+        # xqa knows no query tokens, and gives [B, H, D].
+        front = shape[:1] if plan.xqa else shape[:2] if not rows.compact else query.shape[:1]
+        self.kernel_out = (*front, layout.num_heads, kv_lora_rank)
+        self.compact, self.counted = rows.compact, plan.route.counter_buffer
+        self.out_view: tuple[int, ...] | None = None
+        self.lse_view: tuple[int, ...] | None = None
+        self.settled = False
+        self.special = plan.xqa or rows is not layout or not layout.num_tokens
+        """Whether a call needs more than its arguments handed on."""
+
+    def covers(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        workspace: Tensor,
+        bounds: Tensor | None,
+        offsets: Tensor | None,
+        max_q_len: int | None,
+        counters: Tensor | None,
+    ) -> bool:
+        """Return whether a step of these arguments would pass again."""
+        try:
+            # A dead reference gives None, which is not a tensor that was left out.
+            return (
+                block_tables is self.block_tables() is not None
+                and seq_lens is self.seq_lens() is not None
+                and workspace is self.workspace() is not None
+                and (bounds is None if not self.bounds else bounds is self.bounds() is not None)
+                and (offsets is None if not self.offsets else offsets is self.offsets() is not None)
+                and (
+                    counters is None
+                    if not self.counters
+                    else counters is self.counters() is not None
+                )
+                and max_q_len is self.max_q_len
+                and query.shape == self.query_shape
+                and query.dtype is self.query_dtype
+                and query.device == self.device
+                and (
+                    query.is_contiguous()
+                    if self.query_strides is None
+                    else query.stride() == self.query_strides
+                )
+                and not query.data_ptr() % POINTER_ALIGNMENT
+                and cache.shape == self.cache_shape
+                and cache.dtype is self.cache_dtype
+                and cache.device == self.device
+                and (
+                    cache.is_contiguous()
+                    if self.cache_strides is None
+                    else cache.stride() == self.cache_strides
+                )
+                and not cache.data_ptr() % POINTER_ALIGNMENT
+            )
+        except (AttributeError, RuntimeError):  # no tensor, or a sparse one
+            return False
+
+    def settle(self, out: Tensor, lse: Tensor | None) -> None:
+        """Find the views that bring a kernel's result into the query's layout, or raise."""
+        self.out_view = None if out.shape == self.out_shape else (*self.out_shape,)
+        self.lse_view = None if lse is None or lse.shape == self.lse_shape else (*self.lse_shape,)
+        if out.numel() != self.out_shape.numel() or (
+            lse is not None and lse.numel() != self.lse_shape.numel()
+        ):
+            shapes = f"out {[*self.out_shape]} and lse {[*self.lse_shape]}, up to views"
+            raise wrong_result((out, lse), shapes)
+        self.settled = True
+
+
+def _held(value: object) -> Callable[[], object] | None:
+    return weakref.ref(value) if isinstance(value, Tensor) else None
+
+
+def _nothing() -> None:
+    """Stand for a reference whose object is gone."""
