@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["main"]
 
@@ -15,11 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="fi-dcp-compat",
+        formatter_class=_Formatter,
         description="MLA decode over FlashInfer, with native decode context parallelism.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, prog=parser.prog)
     doctor = commands.add_parser(
         "doctor",
+        formatter_class=_Formatter,
         help="say what is installed, whether native DCP can work, and what to fix",
         description="Exit status 0 only if native DCP can work on this machine.",
     )
@@ -27,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--live", action="store_true", help="import FlashInfer too")
     demo = commands.add_parser(
         "demo",
+        formatter_class=_Formatter,
         help="decode over several ranks in plain torch and compare with full attention",
         description="Exit status 0 only if the merged result is full attention's up to bf16.",
     )
@@ -38,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--q-len", type=_positive, default=3, metavar="Q", help="query tokens (3)")
     releases = commands.add_parser(
         "releases",
+        formatter_class=_Formatter,
         help="what each FlashInfer release can do; record a new one from its wheel",
         description="Prints the tables that guards, routes and messages read. Exit status 1 if "
         "--verify finds a difference, 2 if a wheel cannot be had.",
@@ -51,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         form.add_argument(option, nargs="*", type=_version, metavar="VERSION", help=what)
     releases.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="keep the wheels there, and use what is there"
+        "--wheels", type=_folder, metavar="DIR", help="keep the wheels there, and use what is there"
     )
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
@@ -63,6 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _demo(arguments.world_size, arguments.q_len)
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Asks for the terminal's width itself: argparse imports shutil for it, help or not."""
+
+    def __init__(self, prog: str) -> None:
+        try:
+            width = int(os.environ["COLUMNS"])
+        except (KeyError, ValueError):
+            try:
+                width = os.get_terminal_size().columns
+            except OSError:
+                width = 0
+        super().__init__(prog, width=(width or 80) - 2)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not an int of at least 1")
@@ -70,6 +92,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def _folder(text: str) -> Path:
+    from pathlib import Path
+
+    return Path(text)
 
 
 def _version(text: str) -> str:

@@ -22,7 +22,7 @@ from .plans import Settings, bind, check_settings
 from .preparation import keep, preparation_for
 from .prepared import MLADecoder
 from .scales import skip_softmax_factor
-from .validation import invalid, is_tensor
+from .validation import invalid
 
 __all__ = ["decode_mla"]
 
@@ -186,7 +186,7 @@ def decode_mla(
             interleave_size,
             causal,
             backend,
-            return_lse,
+            return_lse or dcp is not None,
             lse_base,
             bmm1_scale,
             bmm2_scale,
@@ -206,7 +206,7 @@ def decode_mla(
         & (type(skip_softmax_threshold_scale_factor) is not bool)
     )
     if decoder is None or sinks is not None or not exact:
-        if not is_tensor(query):
+        if not isinstance(query, Tensor):
             invalid("query", "must be a tensor", query, "[B, q_len, H, D]", "pass a tensor")
         require_cache(kv_cache)
         check_lse_base(lse_base)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 
 from .abi import FUNCTION, Parameter
 from .errors import FlashInferImportError
@@ -57,18 +58,25 @@ def find_distribution(name: str) -> str | None:
     return _dist_infos((name,)).get(name)
 
 
+@lru_cache(maxsize=256)
+def _dist_info_names(folder: str, *changed: object) -> tuple[str, ...]:
+    return tuple(entry for entry in os.listdir(folder) if entry.endswith(_DIST_INFO))
+
+
 def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
     # Reading folder names costs a fraction of importlib.metadata, which opens every candidate.
     wanted = {name.replace("-", "_"): name for name in names}
+    initials = {name[0] for name in names}
     written = None
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
-            entries = os.listdir(folder or ".")
+            seen = os.stat(folder or ".")
+            entries = _dist_info_names(folder or ".", seen.st_mtime_ns, seen.st_nlink, os.getcwd())
         except OSError:
             continue
         for entry in entries:
-            if not entry.endswith(_DIST_INFO):
+            if entry[0].lower() not in initials:
                 continue
             label, _, version = entry.removesuffix(_DIST_INFO).rpartition("-")
             name = wanted.get(re.sub(r"[-_.]+", "_", label).lower())

@@ -77,7 +77,7 @@ KNOWN_ISSUES = (
                "cute-dsl writes over the counters that trtllm-gen keeps in the front of the "
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
-               "#3582; 0.6.12 launcher:225, mla_decode.py:412", "prepared.MLADecoder"),
+               "#3582; 0.6.12 launcher:225, mla_decode.py:412", "preparation.Preparation"),
     KnownIssue("companions_raise", "0.6.12", "0.7.1", ("trtllm-gen", "cute-dsl", "xqa"),
                "import flashinfer dies beside companion wheels of another version (RuntimeError: "
                "flashinfer-cubin version ... does not match flashinfer version)",
@@ -117,12 +117,12 @@ KNOWN_ISSUES = (
                "each uniform call adds an entry to the tuner's cache, which on 0.6.15 stalls calls "
                "for milliseconds",
                "warned", "upgrade to 0.6.15.post1 or newer",
-               "#3970; 0.6.13 core:1978, 0.6.15.post1 core:2151", "prepared.MLADecoder",
+               "#3970; 0.6.13 core:1978, 0.6.15.post1 core:2151", "preparation.Preparation",
                compact=False),
     KnownIssue("persistent_fp8_hang", "0.6.13", "0.6.15.post1", ("cute-dsl",),
                "cute-dsl may hang on fp8 with is_var_seq=False",
                "avoided", "leave is_var_seq at its default, as decode_mla does",
-               "#4197; 0.6.13 fp8:1495, 0.6.16 fp8:1663", "launch.step_arguments"),
+               "#4197; 0.6.13 fp8:1495, 0.6.16 fp8:1663", "prepared.MLADecoder"),
     KnownIssue("sliced_heads_folded", "0.6.13", "0.6.15.post1", ("cute-dsl", "auto"),
                "cute-dsl reads the wrong heads of a query whose heads are a slice of wider ones",
                "refused", "pass a contiguous query",
@@ -144,7 +144,7 @@ KNOWN_ISSUES = (
                "cute-dsl writes over the counters that trtllm-gen keeps in the front of the "
                "workspace, and a trtllm-gen call on the same one may hang",
                "warned", "give cute-dsl a workspace of its own",
-               "#3582; 0.6.14 core:2418", "prepared.MLADecoder"),
+               "#3582; 0.6.14 core:2418", "preparation.Preparation"),
     KnownIssue("import_reads_gpu", "0.6.14", "0.7.0.post1", ("trtllm-gen", "cute-dsl", "xqa"),
                "import flashinfer dies with a CPU build of torch (AssertionError: Torch not "
                "compiled with CUDA enabled)",

@@ -45,20 +45,14 @@ def kernel_scales(
     plan: Plan, bmm1_scale: float | Tensor, bmm2_scale: float | Tensor
 ) -> tuple[float | Tensor, float | Tensor]:
     """Return the scales as the kernel means them."""
-    if type(bmm1_scale) is int:
-        bmm1_scale = _passed_on(bmm1_scale)
-    if type(bmm2_scale) is int:
-        bmm2_scale = _passed_on(bmm2_scale)
+    # Neither torch's operations nor ctypes take an int beyond 64 bits, and 1 finds what 1.0 left.
+    bmm1_scale = bmm1_scale if isinstance(bmm1_scale, Tensor) else float(bmm1_scale)
+    bmm2_scale = bmm2_scale if isinstance(bmm2_scale, Tensor) else float(bmm2_scale)
     if not plan.xqa:
         return bmm1_scale, bmm2_scale
     # It multiplies the scores by both (mla_sm120.cu:464), and takes an int for a tensor.
     bmm2_scale = float(bmm2_scale)
     return bmm1_scale / bmm2_scale, bmm2_scale
-
-
-def _passed_on(scale: int) -> int | float:
-    # torch's operations and ctypes take no int beyond 64 bits.
-    return scale if scale < 2**63 else float(scale)
 
 
 def call_kernel(binding: Binding, arguments: dict[str, object]) -> tuple[Tensor, Tensor | None]:

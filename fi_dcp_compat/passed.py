@@ -103,7 +103,7 @@ class Passed:
 
         # With the keys that each call sets: to fill a copy is faster than to let it grow.
         set_later = (*_STEP, *(_DCP * plan.dcp), *(_COMPACT * rows.compact))
-        self.keywords: dict[str, object] = dict.fromkeys(set_later) | plan.keywords
+        self.keywords: dict[str, object] = plan.keywords | dict.fromkeys(set_later)
         self.cache_flat = cache.ndim == 3
         shape = (rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
         # Rows that are flattened get another query altogether.
@@ -156,7 +156,6 @@ class Passed:
                     if self.query_strides is None
                     else query.stride() == self.query_strides
                 )
-                and not query.data_ptr() % POINTER_ALIGNMENT
                 and cache.shape == self.cache_shape
                 and cache.dtype is self.cache_dtype
                 and cache.device == self.device
@@ -165,7 +164,7 @@ class Passed:
                     if self.cache_strides is None
                     else cache.stride() == self.cache_strides
                 )
-                and not cache.data_ptr() % POINTER_ALIGNMENT
+                and not (query.data_ptr() | cache.data_ptr()) % POINTER_ALIGNMENT
             )
         except (AttributeError, RuntimeError):  # no tensor, or a sparse one
             return False

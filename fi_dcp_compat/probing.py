@@ -6,7 +6,7 @@ This is the only module, with `testing`, that imports flashinfer.
 from __future__ import annotations
 
 import sys
-import threading
+from _thread import RLock  # of threading, whose import takes as long as that of this package
 from typing import cast
 
 from .abi import FUNCTION, FlashInferABI, takes_anything
@@ -115,7 +115,7 @@ _bound: dict[object, Binding] = {}
 _MOST_BOUND = 16
 _static: dict[str, FlashInferABI] = {}
 # warnings.catch_warnings puts back what it found: overlapping ones lose the caller's filters.
-_import_lock = threading.RLock()
+_import_lock = RLock()
 
 
 def _importing(name: str) -> bool:
