@@ -8,7 +8,7 @@ H : query heads as the kernel gets them. D : kv_lora_rank + qk_rope_head_dim. W 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
@@ -25,6 +25,8 @@ from .scales import skip_softmax_factor
 from .validation import invalid
 
 __all__ = ["decode_mla"]
+
+_kind: Callable[[object], type] = type  # no type checker may say what a caller passes
 
 
 if TYPE_CHECKING:
@@ -197,13 +199,14 @@ def decode_mla(
     except (AttributeError, IndexError, TypeError):
         pass  # no tensors, too few dimensions, or what has no hash: refused by name below
     # What only compares equal finds it too, as 1 does for True, but is refused.
+    skip = skip_softmax_threshold_scale_factor
     exact = (
-        (type(causal) is type(return_lse) is bool)
-        & (type(qk_nope_head_dim) is type(kv_lora_rank) is type(qk_rope_head_dim) is int)
-        & (enable_pdl is None or type(enable_pdl) is bool)
-        & (bmm1_scale is not True)
-        & (bmm2_scale is not True)
-        & (type(skip_softmax_threshold_scale_factor) is not bool)
+        _kind(causal) is _kind(return_lse) is bool
+        and _kind(qk_nope_head_dim) is _kind(kv_lora_rank) is _kind(qk_rope_head_dim) is int
+        and _kind(bmm1_scale) is float
+        and (bmm2_scale is None or _kind(bmm2_scale) is float)
+        and (enable_pdl is None or _kind(enable_pdl) is bool)
+        and (skip is None or _kind(skip) is float)
     )
     if decoder is None or sinks is not None or not exact:
         if not isinstance(query, Tensor):
@@ -249,5 +252,5 @@ def decode_mla(
         lse=lse,
         multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
     )
-    # Two thirds of what MLAState(*result) takes.
+    # Two thirds of the time that MLAState(*result) takes.
     return result[0] if result[1] is None else tuple.__new__(MLAState, result)

@@ -6,7 +6,6 @@ It imports neither torch nor flashinfer, so it answers where importing either fa
 from __future__ import annotations
 
 import os
-import re
 import sys
 from contextlib import redirect_stdout
 from typing import NamedTuple
@@ -25,7 +24,12 @@ from .describing import assumed_version
 from .errors import FlashInferCompatError, Reason
 from .features import ROWS
 from .guards import check
-from .installed import COMPANIONS, find_distribution, installed_distributions, read_text
+from .installed import (
+    COMPANIONS,
+    fits_specifier,
+    installed_distributions,
+    required_specifier,
+)
 from .known_issues import issues_of
 from .limits import BLACKWELL
 from .machine import Gpu, torch_is_cpu_only, visible_gpus
@@ -164,43 +168,23 @@ def _torch_problems(version: str | None) -> list[Finding]:
 
 
 def _cutlass_problems(abi: FlashInferABI, have: str | None) -> list[Finding]:
-    needed = _requirement(CUTLASS_DSL)
+    needed = required_specifier(DISTRIBUTION, CUTLASS_DSL)
     if have is None:
         return [
             Finding(
                 f"{CUTLASS_DSL} is not installed; cute-dsl is compiled with it.",
-                f'pip install "{needed or CUTLASS_DSL}".',
+                f'pip install "{CUTLASS_DSL}{needed}".',
             )
         ]
-    if needed is None or _fits_specifier(have, needed.removeprefix(CUTLASS_DSL).strip(" ()")):
+    if not needed or fits_specifier(have, needed):
         return []
     return [
         Finding(
             f"{CUTLASS_DSL} {have} does not fit {DISTRIBUTION} {abi.version}, which needs "
-            f"{needed.removeprefix(CUTLASS_DSL).strip()}.",
-            f'pip install -U "{needed}".',
+            f"{needed}.",
+            f'pip install -U "{CUTLASS_DSL}{needed}".',
         )
     ]
-
-
-def _fits_specifier(have: str, specifier: str) -> bool:
-    release, floor = parse_version(have), parse_version(specifier.removeprefix(">="))
-    if release is not None and floor is not None and specifier.startswith(">="):
-        return release >= floor  # as all releases have it; packaging's import takes 30 ms
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
-    try:
-        return SpecifierSet(specifier).contains(have, prereleases=True)
-    except InvalidSpecifier:
-        return True
-
-
-def _requirement(name: str) -> str | None:
-    """Return what FlashInfer says it requires of a distribution whatever the extras."""
-    folder = find_distribution(DISTRIBUTION)
-    text = None if folder is None else read_text(folder, "METADATA")
-    found = re.search(rf"^Requires-Dist: ({name}\b(?!-)[^;\[\n]*)$", text or "", re.MULTILINE)
-    return None if found is None else found[1].strip()
 
 
 def _companion_problems(versions: dict[str, str]) -> tuple[list[Finding], list[Finding]]:

@@ -79,7 +79,7 @@ def import_failure(exc: Exception) -> FlashInferImportError:
             "nvidia-cutlass-dsl of its time (Requires-Dist in its metadata names the oldest)."
         )
     else:
-        fix = "mend the cause below, or reinstall: pip install --force-reinstall flashinfer-python."
+        fix = "mend what it says, or reinstall: pip install --force-reinstall flashinfer-python."
     return FlashInferImportError(
         "FlashInfer is installed, but importing it fails.",
         found=f"{text} ({versions or 'no distribution metadata'}).",

@@ -24,7 +24,7 @@ from .guards import Backend
 from .inputs import QueryLayout, Step, require_cache
 from .launch import call_kernel, kernel_scales
 from .limits import DCP_BACKENDS, LSE_BASES
-from .lse import lse_factor
+from .lse import lse_factor, scale_lse
 from .plans import Plan, Settings, bind, check_settings
 from .preparation import preparation_for
 from .scales import skip_softmax_factor
@@ -92,7 +92,7 @@ def forward(call: Call, defaults: Call, interleave_size: int) -> Tensor | tuple[
         return out
     lse = lse if call["lse"] is None else call["lse"]
     if factor is not None:
-        lse.mul_(factor)
+        scale_lse(lse, factor)
     return out, lse
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 
-from .abi import FUNCTION, Parameter
+from .abi import FUNCTION, Parameter, parse_version
 from .errors import FlashInferImportError
 
 __all__ = [
@@ -20,10 +20,12 @@ __all__ = [
     "DEFINED_IN",
     "distribution_of",
     "find_distribution",
+    "fits_specifier",
     "installed_distributions",
     "package_folder",
     "read_parameters",
     "read_text",
+    "required_specifier",
     "written_version",
 ]
 
@@ -92,6 +94,38 @@ def _dist_infos(names: tuple[str, ...]) -> dict[str, str]:
                 if version == written:
                     found[name] = path
     return {name: found[name] for name in names if name in found}
+
+
+def required_specifier(distribution: str, name: str) -> str:
+    """Return which versions of `name` a distribution requires whatever the extras, or nothing."""
+    folder = find_distribution(distribution)
+    text = None if folder is None else read_text(folder, "METADATA")
+    for line in re.findall(r"^Requires-Dist: (.+)$", text or "", re.MULTILINE):
+        found = re.match(r"[\w.-]*\w", line)
+        if found is None or re.sub(r"[-_.]+", "-", found[0]).lower() != name or "extra ==" in line:
+            continue
+        plain = re.fullmatch(r"\s*(>=[\w.]+)", line[found.end() :])
+        if plain is not None:  # as in all releases; importing packaging.requirements takes 30 ms
+            return plain[1]
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            return str(requirement.specifier)
+    return ""
+
+
+def fits_specifier(have: str, specifier: str) -> bool:
+    """Return whether a version is one of those."""
+    release, floor = parse_version(have), parse_version(specifier.removeprefix(">="))
+    if release is not None and floor is not None and specifier.startswith(">="):
+        return release >= floor
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(have, prereleases=True)
 
 
 def read_parameters(sources: Mapping[str, str]) -> tuple[tuple[Parameter, ...], str]:

@@ -84,11 +84,12 @@ def pair(
     answer: Tensor | tuple[Tensor, Tensor], *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out, lse or None), whatever form the kernel answered in."""
-    if isinstance(answer, tuple):
-        return answer if return_lse else (answer[0], None)
+    parts = answer if isinstance(answer, tuple) else (answer,)
     if not return_lse:
-        return answer, None
-    raise wrong_result(answer, "(out, lse) with return_lse=True")
+        parts = parts[:1]
+    if len(parts) != 1 + return_lse or not all(isinstance(part, Tensor) for part in parts):
+        raise wrong_result(answer, "(out, lse) with return_lse=True" if return_lse else "out")
+    return parts[0], parts[-1] if return_lse else None
 
 
 def _not_prepared(abi: FlashInferABI, arguments: dict[str, object]) -> NotPreparedError:

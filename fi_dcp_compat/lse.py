@@ -55,6 +55,15 @@ def lse_factor(found: LseBase, wanted: LseBase) -> float | None:
     return _SCALE.get((found, wanted))
 
 
+def scale_lse(lse: Tensor, factor: float) -> None:
+    """Multiply in place, a buffer made under ``torch.inference_mode`` too."""
+    if lse.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            lse.mul_(factor)
+    else:
+        lse.mul_(factor)
+
+
 def merge_dcp_states(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], lse_base: LseBase = "e"
 ) -> MLAState:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .inputs import QueryLayout, Step
-from .launch import wrong_result
+from .launch import pair, wrong_result
 from .plans import Plan
 from .validation import POINTER_ALIGNMENT
 
@@ -97,9 +97,12 @@ class Passed:
         self.device = query.device
         self.query_shape, self.query_dtype = query.shape, query.dtype
         self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
-        # None where they follow from the shape, which is faster to see.
-        self.query_strides = None if query.is_contiguous() else query.stride()
-        self.cache_strides = None if cache.is_contiguous() else cache.stride()
+        # None where they follow from the shape, which is faster to see; those of one head or of a
+        # page of one token do not.
+        dense = query.is_contiguous() and layout.num_heads > 1
+        self.query_strides = None if dense else query.stride()
+        dense = cache.is_contiguous() and cache.shape[-2] > 1
+        self.cache_strides = None if dense else cache.stride()
 
         # With the keys that each call sets: to fill a copy is faster than to let it grow.
         set_later = (*_STEP, *(_DCP * plan.dcp), *(_COMPACT * rows.compact))
@@ -147,7 +150,10 @@ class Passed:
                     if not self.counters
                     else counters is self.counters() is not None
                 )
-                and max_q_len is self.max_q_len
+                and (
+                    max_q_len is self.max_q_len
+                    or (type(max_q_len) is int and max_q_len == self.max_q_len)
+                )
                 and query.shape == self.query_shape
                 and query.dtype is self.query_dtype
                 and query.device == self.device
@@ -169,16 +175,30 @@ class Passed:
         except (AttributeError, RuntimeError):  # no tensor, or a sparse one
             return False
 
-    def settle(self, out: Tensor, lse: Tensor | None) -> None:
-        """Find the views that bring a kernel's result into the query's layout, or raise."""
-        self.out_view = None if out.shape == self.out_shape else (*self.out_shape,)
-        self.lse_view = None if lse is None or lse.shape == self.lse_shape else (*self.lse_shape,)
-        if out.numel() != self.out_shape.numel() or (
-            lse is not None and lse.numel() != self.lse_shape.numel()
-        ):
+    def shaped(
+        self,
+        answer: Tensor | tuple[Tensor, Tensor],
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a kernel's result in the query's layout, and remember the views, or raise.
+
+        The kernel wrote into the caller's buffers, `out` and `lse`, if there are any: they are in
+        the query's layout already.
+        """
+        found, state = pair(answer, return_lse=self.return_lse)
+        out_view = None if found.shape == self.out_shape else (*self.out_shape,)
+        lse_view = None if state is None or state.shape == self.lse_shape else (*self.lse_shape,)
+        if out is None and lse is None and state is not None:
+            self.out_view, self.lse_view, self.settled = out_view, lse_view, True
+        try:
+            shaped = found if out_view is None else found.view(*out_view)
+            if state is not None and lse_view is not None:
+                state = state.view(*lse_view)
+        except RuntimeError as exc:
             shapes = f"out {[*self.out_shape]} and lse {[*self.lse_shape]}, up to views"
-            raise wrong_result((out, lse), shapes)
-        self.settled = True
+            raise wrong_result((found, state), shapes) from exc
+        return shaped if out is None else out, state if lse is None else lse
 
 
 def _held(value: object) -> Callable[[], object] | None:

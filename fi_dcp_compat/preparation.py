@@ -57,8 +57,8 @@ class Own(NamedTuple):
     """Whether the values of the result are checked, too."""
 
 
-# Two halves of a batch, say, alternate in each layer.
-_STEPS_KEPT = 2
+# Parts of a batch, or groups of caches, alternate in each layer.
+_STEPS_KEPT = 4
 # Query lengths and head counts that a model alternates between.
 _PLANS_KEPT = 4
 _MOST_KEPT = 1024

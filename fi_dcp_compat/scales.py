@@ -31,13 +31,9 @@ def require_scales(
         invalid("bmm2_scale", "must be given", None, needed, "pass bmm_scales(...).bmm2_scale")
 
 
-def are_plain(bmm1_scale: object, bmm2_scale: object) -> bool:
-    """Return whether they are floats that any kernel takes; `bmm2_scale` may be left out."""
-    return (
-        type(bmm1_scale) is float
-        and 0.0 < bmm1_scale < math.inf
-        and (bmm2_scale is None or (type(bmm2_scale) is float and 0.0 < bmm2_scale < math.inf))
-    )
+def are_plain(*scales: object) -> bool:
+    """Return whether they are floats that any kernel takes."""
+    return all(type(scale) is float and 0.0 < scale < math.inf for scale in scales)
 
 
 def _require_scale(argument: str, scale: object, device: torch.device | None) -> None:

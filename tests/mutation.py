@@ -1,8 +1,9 @@
 """Turn off each guard of the package in turn, and see that a test fails.
 
 ``python -m tests.mutation [MODULE ...]`` prints the survivors, and exits with 1 if there are any.
-A guard is an ``if`` whose body refuses, one of the operands of its ``or``, or a bare call of a
-check. Each is turned off in a copy of the repository, in a forked process that already has torch.
+A guard is an ``if`` whose body refuses, one of the operands of its ``or``, a bare call of a check,
+or one of the questions by which a call is found to be like an earlier one. Each is turned off in a
+copy of the repository, in a forked process that already has torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ LEFT_OUT = {"__init__", "__main__", "errors", "demo", "demo_ranks", "catalogue",
 # What refuses by being called, and returns where nothing is wrong.
 CHECKS = ("check_", "require_", "raise_first", "_require", "_check_", "_refuse", "warn_of")
 REFUSES = ("invalid", "refused", "raise_first", "_refuse", "_refuse_rows", "arch_reason")
+LOOKS = ("look_at", "own")
+# What decides that a call needs no other look: what `covers` returns, and `exact`.
+ALIKE = ("covers", "exact")
+CACHING = ("passed", "preparation", "prepared", "decode")
 SECONDS = 900
 
 
@@ -43,6 +48,8 @@ def mutants(module: str) -> Iterator[Mutant]:
     """Yield a mutant for each guard of a module."""
     source = (REPOSITORY / PACKAGE / f"{module}.py").read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
+        for question in _questions(node):
+            yield _mutant(module, source, question, "alike if ", "True")
         if isinstance(node, ast.If) and any(map(_refuses, node.body)):
             operands: Sequence[ast.expr] = [node.test]
             if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or):
@@ -55,15 +62,27 @@ def mutants(module: str) -> Iterator[Mutant]:
             yield _mutant(module, source, node.value, "", off)
 
 
+def _questions(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.FunctionDef) and node.name in ALIKE:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.BoolOp):
+                yield from inner.value.values
+    elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ALIKE:
+        yield from node.value.values if isinstance(node.value, ast.BoolOp) else [node.value]
+
+
 def _refuses(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Raise):
         return True
     if isinstance(statement, ast.For):
         return any(map(_refuses, statement.body))
-    value = statement.value if isinstance(statement, ast.Expr) else None
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
     if isinstance(value, ast.Yield | ast.YieldFrom):
         return True
-    return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in REFUSES
+    return isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in (
+        *REFUSES,
+        *LOOKS,
+    )
 
 
 def _is_check(value: ast.expr) -> bool:
@@ -97,7 +116,8 @@ def tests_for(module: str, folder: Path) -> list[str]:
     names = [path for path in files if path.stem not in slow or path.stem == f"test_{module}"]
     own = [path for path in names if path.stem == f"test_{module}"]
     goldens = [path for path in names if path.parent.name == "goldens"]
-    first = [*own, *goldens]
+    alike = [path for path in names if path.stem == "test_history"]
+    first = [*own, *(alike if module in CACHING else ()), *goldens]
     rest = [path for path in names if path not in first]
     return [str(path.relative_to(folder)) for path in (*first, *rest)]
 

@@ -252,6 +252,92 @@ def test_a_result_of_another_shape_is_named(shapes: tuple[tuple[int, ...], ...])
     assert str(list(shapes[1])) in raised.value.found
 
 
+class Stand:
+    """A stand-in for the kernel that gives one answer after the other."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = iter(answers)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return next(self.answers)
+
+
+OUT, LSE = torch.ones(2, 1, 16, 512, dtype=torch.bfloat16), torch.ones(2, 16)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        [OUT, LSE],
+        (OUT,),
+        (OUT, LSE, LSE),
+        (OUT, None),
+        (OUT[:1], LSE[:1]),
+        (OUT, LSE[:1]),
+        OUT,
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_stand_ins_answer_of_another_form_is_named_whatever_it_answered_before(
+    answer: Any, before: int
+) -> None:
+    given = call(return_lse=True)
+    with use_kernel(Stand(*[(OUT, LSE)] * before, answer, (OUT, LSE)), recorded("0.7.4")):
+        for _ in range(before):
+            assert decode_mla(**given).lse.shape == (2, 1, 16)
+        with pytest.raises(FlashInferSignatureError, match=r"something else than it was asked"):
+            decode_mla(**given)
+        assert decode_mla(**given).lse.shape == (2, 1, 16)
+
+
+@pytest.mark.parametrize("answer", [None, [OUT], (), (None, LSE), OUT[:1]], ids=lambda a: type(a))
+def test_without_an_lse_only_an_output_is_an_answer(answer: Any) -> None:
+    given = call()
+    with use_kernel(Stand(OUT, (OUT, LSE), answer, OUT), recorded("0.7.4")):
+        for _ in range(2):
+            assert decode_mla(**given).shape == OUT.shape
+        with pytest.raises(FlashInferSignatureError, match=r"something else than it was asked"):
+            decode_mla(**given)
+        assert decode_mla(**given).shape == OUT.shape
+
+
+def test_a_call_with_buffers_says_nothing_of_the_views_without() -> None:
+    given, flat = call(return_lse=True), (OUT.flatten(0, 1), LSE)
+    out = torch.zeros_like(OUT)
+    with use_kernel(Stand((out, LSE), flat, flat, flat), recorded("0.7.4")):
+        assert decode_mla(**given, out=out).out is out
+        for _ in range(3):
+            state = decode_mla(**given)
+            assert (state.out.shape, state.lse.shape) == (OUT.shape, OUT.shape[:-1])
+
+
+def test_a_kernel_that_raised_once_leaves_no_step_behind_that_has_no_views() -> None:
+    given = call(return_lse=True)
+
+    failures = [RuntimeError("once")]
+
+    def raising(**arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return OUT, LSE
+
+    with use_kernel(raising, recorded("0.7.4")):
+        with pytest.raises(RuntimeError, match="once"):
+            decode_mla(**given)
+        assert decode_mla(**given).lse.shape == (2, 1, 16)
+
+
+def test_a_buffer_of_inference_mode_is_scaled_outside_of_it() -> None:
+    with torch.inference_mode():
+        lse = torch.ones(2, 1, 16)
+    with use_kernel(Stand((OUT, lse.view(2, 16))), recorded("0.7.0")):
+        state = decode_mla(**call(backend="trtllm-gen", return_lse=True, lse=lse))
+    assert state.lse is lse
+    assert lse.allclose(torch.full_like(lse, math.log(2.0)))
+
+
 def test_a_kernel_without_an_lse_is_named() -> None:
     def kernel(**got: Any) -> Any:
         return torch.ones(2, 1, 16, 512)

@@ -366,6 +366,35 @@ def test_a_cutlass_dsl_is_held_to_what_the_release_requires(
     assert fix == f'pip install -U "{requirement}".'
 
 
+@pytest.mark.parametrize(
+    ("line", "specifier"),
+    [
+        (f"{CUTLASS}[cu13] >=4.9", ">=4.9"),
+        (f"{CUTLASS} (>=4.9.0)", ">=4.9.0"),
+        (f"{CUTLASS}~=4.9", "~=4.9"),
+        (f"{CUTLASS}==4.7.*", "==4.7.*"),
+        (f'{CUTLASS}>=4.9; python_version >= "3"', ">=4.9"),
+        (f'{CUTLASS} (<4.8,>=4.5) ; python_version >= "3"', "<4.8,>=4.5"),
+        ("nvidia_cutlass_dsl>=4.9", ">=4.9"),
+        ("Nvidia.Cutlass.DSL >= 4.9", ">=4.9"),
+        (f'{CUTLASS}>=4.9; python_version < "3"', ""),
+        (f'{CUTLASS}>=4.9; extra == "cu13"', ""),
+        (f"{CUTLASS} >= banana", ""),
+        (f"{CUTLASS}-libs-base>=9", ""),
+    ],
+)
+def test_a_requirement_is_read_however_it_is_written(line: str, specifier: str, site: Site) -> None:
+    site.flashinfer("0.7.4", requires=[line])
+    site.distribution(CUTLASS, "4.8.1")
+    site.torch()
+    if specifier:
+        problem, fix = only_reason(diagnose())
+        assert problem.endswith(f"which needs {specifier}.")
+        assert fix == f'pip install -U "{CUTLASS}{specifier}".'
+    else:
+        assert diagnose().reasons == []
+
+
 # Companion wheels. The rules are those of flashinfer/jit/env.py, release by release.
 
 

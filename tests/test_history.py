@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,10 @@ BF16, INT = torch.bfloat16, torch.int32
 RIGHT = call(batch=4, q_len=2)
 LENS = torch.full((4,), 55, dtype=INT)
 STEP = ("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "workspace_buffer")
+
+
+# They all compare equal.
+ONES = (1, 1.0, np.float64(1), np.float32(1), np.int64(1), True, np.True_, Fraction(1))
 
 
 def shifted(tensor: Tensor) -> Tensor:
@@ -63,6 +68,16 @@ def other_tensors() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fewer pages", {"kv_cache": cache[:-1]}
     yield "smaller pages", {"kv_cache": cache.view(-1, 32, 576)}
     yield "a cache of one dimension", {"kv_cache": cache[0, 0]}
+    eighth = {name: RIGHT[name].to(torch.float8_e4m3fn) for name in ("query", "kv_cache")}
+    yield "fp8", eighth | {"bmm2_scale": 1.0}
+    yield "fp8 without its scale", eighth
+    one_head = query[:, :, :1].contiguous()
+    yield "one head", {"query": one_head}
+    strides = (1152, 576, 7777, 1)
+    yield (
+        "one head, of strides that say nothing",
+        {"query": one_head.as_strided((4, 2, 1, 576), strides)},
+    )
     yield "a wider table", {"block_tables": torch.zeros(4, 6, dtype=INT)}
     yield "fewer requests", {"block_tables": tables[:2].clone()}
 
@@ -92,7 +107,7 @@ def other_values() -> Iterator[tuple[str, dict[str, Any]]]:
         "lse_base": ("2", "e", 2, ["e"]),
         "backend": ("cute-dsl", "trtllm-gen", "reference", "nonsense", ["auto"]),
         "enable_pdl": (True, False, 1, 0),
-        "skip_softmax_threshold_scale_factor": (0, 0.0, False, 1.0, True),
+        "skip_softmax_threshold_scale_factor": (0, 0.0, False, np.float32(0), *ONES),
         "max_q_len": (2, 2.0, 3, True),
         "sinks": (torch.zeros(16), [torch.zeros(16)], torch.zeros(8)),
         "out": (out, out.flatten(0, 1), out.float(), apart(out), out.clone().requires_grad_()),
@@ -110,6 +125,7 @@ def other_values() -> Iterator[tuple[str, dict[str, Any]]]:
     }
     yield "requests of different lengths", compact
     yield "requests of a longer bound", compact | {"max_q_len": 3}
+    yield "requests of a bound that equals it", compact | {"max_q_len": 2.0}
 
 
 def other_groups() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -214,8 +214,7 @@ def import_fault(
     shown: str | None = None,
     installed: str = "flashinfer-python 0.7.4",
     needed: str = "a FlashInfer that imports on this machine.",
-    fix: str = "mend the cause below, or reinstall: pip install --force-reinstall "
-    "flashinfer-python.",
+    fix: str = "mend what it says, or reinstall: pip install --force-reinstall flashinfer-python.",
 ) -> Fault:
     """Importing FlashInfer raises `cause` with `text`; `shown` is how the message has that."""
     return Fault(
