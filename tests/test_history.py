@@ -57,6 +57,9 @@ def other_tensors() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"sparse {name}", {name: tensor[:64].to_sparse()}
         yield f"numpy {name}", {name: tensor[:64].float().numpy()}
         yield f"no {name}", {name: None}
+    wide = [torch.zeros(*tensor.shape[:-1], 1152, dtype=BF16) for tensor in (query, cache)]
+    yield "every other element of a query", {"query": wide[0][..., ::2]}
+    yield "pages with gaps", {"kv_cache": wide[1][..., :576]}
     yield "flat query", {"query": query.flatten(0, 1)}
     yield "flat query of one token each", {"query": query[:, 0].contiguous()}
     yield "one token each", {"query": query[:, :1].contiguous()}

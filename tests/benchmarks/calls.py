@@ -139,6 +139,24 @@ def one_shot(step: Step) -> Callable[[], object]:
     return call
 
 
+def one_shot_each(step: Step) -> Callable[[], object]:
+    """Return the same with a DCP made in each call, where one for a step's layers would do."""
+
+    def call() -> object:
+        return decode_mla(
+            step.query,
+            step.cache,
+            workspace_buffer=step.workspace,
+            block_tables=step.tables,
+            seq_lens=step.lens,
+            max_seq_len=9,
+            bmm1_scale=SCALE,
+            dcp=DCP(WORLD, RANK, step.bounds),
+        )
+
+    return call
+
+
 def decode(step: Step, **changes: Any) -> object:
     """Call `decode_mla` with another argument or two."""
     arguments: dict[str, Any] = {
@@ -152,8 +170,8 @@ def decode(step: Step, **changes: Any) -> object:
     return decode_mla(step.query, step.cache, **(arguments | changes))
 
 
-def wrapper(kernel: Kernel, step: Step) -> Callable[[], object]:
-    """Return the direct call inside what vLLM's MLA backends have around it: views and chains."""
+def _layer(step: Step) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return what a backend reads its arguments from: the layer, and the step's metadata."""
     layer = SimpleNamespace(
         qk_nope_head_dim=128,
         kv_lora_rank=512,
@@ -167,7 +185,12 @@ def wrapper(kernel: Kernel, step: Step) -> Callable[[], object]:
     decode = SimpleNamespace(
         block_table=step.tables, seq_lens=step.lens, dcp_tot_seq_lens=step.bounds, max_seq_len=9
     )
-    metadata = SimpleNamespace(num_decodes=step.batch, decode=decode)
+    return layer, SimpleNamespace(num_decodes=step.batch, decode=decode)
+
+
+def wrapper(kernel: Kernel, step: Step) -> Callable[[], object]:
+    """Return the direct call inside what vLLM's MLA backends have around it: views and chains."""
+    layer, metadata = _layer(step)
 
     def forward(self: Any, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any) -> object:
         q = q.view(attn_metadata.num_decodes, -1, q.shape[-2], q.shape[-1])
@@ -195,6 +218,25 @@ def wrapper(kernel: Kernel, step: Step) -> Callable[[], object]:
     return lambda: forward(layer, step.query, step.cache, metadata)
 
 
+def wrapped(decoder: MLADecoder, step: Step) -> Callable[[], object]:
+    """Return a prepared call inside the same frame and chains."""
+    layer, metadata = _layer(step)
+    layer.decoder = decoder
+
+    def forward(self: Any, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any) -> object:
+        return self.decoder.run(
+            q,
+            kv_c_and_k_pe_cache,
+            attn_metadata.decode.block_table,
+            attn_metadata.decode.seq_lens,
+            attn_metadata.decode.max_seq_len,
+            self.workspace_buffer,
+            causal_seqlens_kv_global=attn_metadata.decode.dcp_tot_seq_lens,
+        )
+
+    return lambda: forward(layer, step.query, step.cache, metadata)
+
+
 def no_op_rows(rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
     """Return the rows of the no-op kernel, and the times of its arms with all views counted."""
     step = Step()
@@ -211,7 +253,7 @@ def no_op_rows(rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
         times = measure(arms, rounds)
     rows += [
         microseconds("the direct call, no-op kernel", times, "direct"),
-        ratio("null: direct / direct", times, "null", "direct"),
+        ratio("null: direct / direct, no-op kernel", times, "null", "direct"),
         ratio("prepared / direct, 4-D, no views", times, "prepared", "direct", 3.3),
         ratio("decode_mla / direct, 4-D, no views", times, "one-shot", "direct", 5.0),
     ]
@@ -223,14 +265,19 @@ def no_op_rows(rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
             "wrapper": base,
             "null": base,
             "prepared": prepared(prepared_decoder(), flat),
+            "wrapped": wrapped(prepared_decoder(), flat),
             "one-shot": one_shot(flat),
+            "each": one_shot_each(flat),
         }
         times = measure(arms, rounds)
+        label = "wrapper, flat, all counted"
         rows += [
             microseconds("a vLLM-like wrapper, flat, no-op kernel", times, "wrapper"),
             ratio("null: wrapper / wrapper", times, "null", "wrapper"),
-            ratio("prepared / wrapper, flat, all counted", times, "prepared", "wrapper", 1.0),
-            ratio("decode_mla / wrapper, flat, all counted", times, "one-shot", "wrapper"),
+            ratio(f"prepared / {label}", times, "prepared", "wrapper", 1.0),
+            ratio(f"prepared in the same frame / {label}", times, "wrapped", "wrapper"),
+            ratio(f"decode_mla / {label}", times, "one-shot", "wrapper"),
+            ratio(f"decode_mla with a DCP of its own / {label}", times, "each", "wrapper"),
         ]
         arms = {
             "direct": direct(kernel, step),

@@ -6,7 +6,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Arms = Mapping[str, Callable[[], object]]
@@ -14,18 +14,25 @@ Times = dict[str, list[float]]
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One line of the table: a median over the rounds, and its quartiles."""
 
     name: str
     median: float
-    low: float
-    high: float
+    lower_quartile: float
+    upper_quartile: float
     goal: float | None = None
     unit: str = "x"
 
     @property
-    def met(self) -> bool | None:
-        return None if self.goal is None else self.median <= self.goal
+    def verdict(self) -> str:
+        """Whether the goal is met; where its quartiles say both, that this run cannot tell."""
+        if self.goal is None:
+            return ""
+        if self.lower_quartile <= self.goal < self.upper_quartile:
+            return (
+                "met, within the noise" if self.median <= self.goal else "missed, within the noise"
+            )
+        return "met" if self.median <= self.goal else "MISSED"
 
 
 def measure(arms: Arms, rounds: int, slice_seconds: float = 0.004, warm: int = 20) -> Times:
@@ -60,10 +67,10 @@ def ratio(name: str, times: Times, arm: str, base: str, goal: float | None = Non
     return row(name, [a / b for a, b in zip(times[arm], times[base], strict=True)], goal)
 
 
-def share(name: str, times: Times, arm: str, base: str, whole: float, goal: float) -> Row:
-    """Return what an arm takes more than the base, in per cent of `whole` seconds."""
-    extra = zip(times[arm], times[base], strict=True)
-    return row(name, [100 * (a - b) / whole for a, b in extra], goal, "%")
+def share(name: str, times: Times, arm: str, base: str, whole: Sequence[float], goal: float) -> Row:
+    """Return what an arm takes more than the base, in per cent of the seconds of `whole`."""
+    extra = zip(times[arm], times[base], whole, strict=True)
+    return row(name, [100 * (a - b) / c for a, b, c in extra], goal, "%")
 
 
 def row(name: str, values: list[float], goal: float | None = None, unit: str = "x") -> Row:
