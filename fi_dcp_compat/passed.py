@@ -41,6 +41,7 @@ class Passed:
         "bounds",
         "cache_dtype",
         "cache_flat",
+        "cache_form",
         "cache_shape",
         "cache_strides",
         "compact",
@@ -54,11 +55,9 @@ class Passed:
         "layout",
         "lse_factor",
         "lse_shape",
-        "lse_view",
         "max_q_len",
         "offsets",
         "out_shape",
-        "out_view",
         "plan",
         "query_dtype",
         "query_shape",
@@ -67,7 +66,6 @@ class Passed:
         "return_lse",
         "rows",
         "seq_lens",
-        "settled",
         "special",
         "workspace",
     )
@@ -79,6 +77,7 @@ class Passed:
         layout: QueryLayout,
         rows: QueryLayout,
         kv_lora_rank: int,
+        before: object,
         *,
         debugging: bool,
     ) -> None:
@@ -103,6 +102,9 @@ class Passed:
         self.query_strides = None if dense else query.stride()
         dense = cache.is_contiguous() and cache.shape[-2] > 1
         self.cache_strides = None if dense else cache.stride()
+        form = (cache.shape, cache.dtype, cache.device, cache.stride())
+        # The same object as before where it is equal, so that its identity tells.
+        self.cache_form = before if form == before else form
 
         # With the keys that each call sets: to fill a copy is faster than to let it grow.
         set_later = (*_STEP, *(_DCP * plan.dcp), *(_COMPACT * rows.compact))
@@ -118,9 +120,6 @@ class Passed:
         front = shape[:1] if plan.xqa else shape[:2] if not rows.compact else query.shape[:1]
         self.kernel_out = (*front, layout.num_heads, kv_lora_rank)
         self.compact, self.counted = rows.compact, plan.route.counter_buffer
-        self.out_view: tuple[int, ...] | None = None
-        self.lse_view: tuple[int, ...] | None = None
-        self.settled = False
         self.special = plan.xqa or rows is not layout or not layout.num_tokens
         """Whether a call needs more than its arguments handed on."""
 
@@ -135,8 +134,12 @@ class Passed:
         offsets: Tensor | None,
         max_q_len: int | None,
         counters: Tensor | None,
+        cache_known: bool = False,
     ) -> bool:
-        """Return whether a step of these arguments would pass again."""
+        """Return whether a step of these arguments would pass again.
+
+        `cache_known` says that the cache was seen to be of `cache_form`.
+        """
         try:
             # A dead reference gives None, which is not a tensor that was left out.
             return (
@@ -162,18 +165,25 @@ class Passed:
                     if self.query_strides is None
                     else query.stride() == self.query_strides
                 )
-                and cache.shape == self.cache_shape
-                and cache.dtype is self.cache_dtype
-                and cache.device == self.device
-                and (
-                    cache.is_contiguous()
-                    if self.cache_strides is None
-                    else cache.stride() == self.cache_strides
-                )
-                and not (query.data_ptr() | cache.data_ptr()) % POINTER_ALIGNMENT
+                and not query.data_ptr() % POINTER_ALIGNMENT
+                and (cache_known or self.covers_cache(cache))
             )
         except (AttributeError, RuntimeError):  # no tensor, or a sparse one
             return False
+
+    def covers_cache(self, cache: Tensor) -> bool:
+        """Return whether a cache is of the same form."""
+        return (
+            cache.shape == self.cache_shape
+            and cache.dtype is self.cache_dtype
+            and cache.device == self.device
+            and (
+                cache.is_contiguous()
+                if self.cache_strides is None
+                else cache.stride() == self.cache_strides
+            )
+            and not cache.data_ptr() % POINTER_ALIGNMENT
+        )
 
     def shaped(
         self,
@@ -181,24 +191,19 @@ class Passed:
         out: Tensor | None,
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a kernel's result in the query's layout, and remember the views, or raise.
+        """Return a kernel's result in the query's layout, or raise.
 
         The kernel wrote into the caller's buffers, `out` and `lse`, if there are any: they are in
         the query's layout already.
         """
         found, state = pair(answer, return_lse=self.return_lse)
-        out_view = None if found.shape == self.out_shape else (*self.out_shape,)
-        lse_view = None if state is None or state.shape == self.lse_shape else (*self.lse_shape,)
-        if out is None and lse is None and state is not None:
-            self.out_view, self.lse_view, self.settled = out_view, lse_view, True
         try:
-            shaped = found if out_view is None else found.view(*out_view)
-            if state is not None and lse_view is not None:
-                state = state.view(*lse_view)
+            out = found.view(*self.out_shape) if out is None else out
+            lse = state.view(*self.lse_shape) if lse is None and state is not None else lse
         except RuntimeError as exc:
             shapes = f"out {[*self.out_shape]} and lse {[*self.lse_shape]}, up to views"
             raise wrong_result((found, state), shapes) from exc
-        return shaped if out is None else out, state if lse is None else lse
+        return out, lse
 
 
 def _held(value: object) -> Callable[[], object] | None:

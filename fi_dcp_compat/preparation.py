@@ -69,13 +69,23 @@ _Kept = TypeVar("_Kept")
 class Preparation:
     """What calls with the same settings have in common, whatever their scales; layers share it."""
 
-    __slots__ = ("_older", "_plans", "_settings", "binding", "kernel", "passed", "quantised")
+    __slots__ = (
+        "_cache_form",
+        "_older",
+        "_plans",
+        "_settings",
+        "binding",
+        "kernel",
+        "passed",
+        "quantised",
+    )
 
     def __init__(self, binding: Binding, settings: Settings) -> None:
         self.binding = binding
         self.kernel = binding.kernel
         self.quantised = settings.kv_dtype is FP8
         self.passed: Passed | None = None
+        self._cache_form: object = None
         self._older: tuple[Passed, ...] = ()
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._settings = settings
@@ -124,7 +134,10 @@ class Preparation:
             sm_count=None if gpu is None else gpu.sm_count,
         )
         debugging = debug.requested()
-        passed = Passed(step, plan, layout, rows, settings.kv_lora_rank, debugging=debugging)
+        passed = Passed(
+            step, plan, layout, rows, settings.kv_lora_rank, self._cache_form, debugging=debugging
+        )
+        self._cache_form = passed.cache_form
         self._require(passed.keywords)
         # In debug mode the environment is asked again.
         self.passed = None if debugging else passed

@@ -48,9 +48,7 @@ def use_kernel(kernel: Kernel, abi: FlashInferABI | None = None) -> Generator[Fl
     Parameters
     ----------
     kernel : callable
-        Takes FlashInfer's keywords: `mock_kernel`, another mock, or the torch reference. For one
-        step's tensors it answers in one form, as FlashInfer does: what is in the query's layout
-        already is handed on, and is not measured in each layer.
+        Takes FlashInfer's keywords: `mock_kernel`, another mock, or the torch reference.
     abi : FlashInferABI, optional
         What the kernel stands for, for example ``recorded("0.6.17")``. Left out, it is read from
         the kernel's own signature; its version is what a `mock_kernel` was made for, or unknown.

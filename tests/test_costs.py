@@ -10,6 +10,7 @@ import pytest
 
 from fi_dcp_compat import preparation, recorded
 from fi_dcp_compat.inputs import check_shared
+from fi_dcp_compat.passed import Passed
 from fi_dcp_compat.probing import bind_kernel
 from fi_dcp_compat.testing import use_kernel
 from tests.benchmarks.calls import (
@@ -110,3 +111,22 @@ def test_two_halves_of_a_batch_that_alternate_are_looked_at_once_each() -> None:
         second.lens = second.lens.clone()
         one_shot(second)()
         assert looks.call_count == 3
+
+
+def test_a_decoder_looks_at_a_cache_that_is_not_the_one_it_saw() -> None:
+    """Each layer's decoder knows its own cache; one that is shared looks at each layer's."""
+    step = Step()
+    caches = step.cache, step.cache.clone()
+    with (
+        use_kernel(no_op(step.result(shaped=True)), recorded(RELEASE)),
+        mock.patch.object(Passed, "covers_cache", autospec=True, return_value=True) as looks,
+    ):
+        own, shared = prepared_decoder(), prepared_decoder()
+        for _ in range(3):
+            prepared(own, step)()
+        assert looks.call_count == 0
+        for _ in range(3):
+            for cache in caches:
+                step.cache = cache
+                prepared(shared, step)()
+        assert looks.call_count == 4

@@ -269,10 +269,11 @@ OUT, LSE = torch.ones(2, 1, 16, 512, dtype=torch.bfloat16), torch.ones(2, 16)
     "answer",
     [
         None,
-        [OUT, LSE],
         (OUT,),
         (OUT, LSE, LSE),
         (OUT, None),
+        (None, LSE),
+        (OUT[:1], LSE),
         (OUT[:1], LSE[:1]),
         (OUT, LSE[:1]),
         OUT,
