@@ -84,7 +84,7 @@ def pair(
     answer: Tensor | tuple[Tensor, Tensor], *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return (out, lse or None), whatever form the kernel answered in."""
-    parts = answer if isinstance(answer, tuple) else (answer,)
+    parts = tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)
     if not return_lse:
         parts = parts[:1]
     if len(parts) != 1 + return_lse or not all(isinstance(part, Tensor) for part in parts):

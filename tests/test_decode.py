@@ -293,7 +293,7 @@ def test_a_stand_ins_answer_of_another_form_is_named_whatever_it_answered_before
         assert decode_mla(**given).lse.shape == (2, 1, 16)
 
 
-@pytest.mark.parametrize("answer", [None, [OUT], (), (None, LSE), OUT[:1]], ids=lambda a: type(a))
+@pytest.mark.parametrize("answer", [None, [], (), (None, LSE), OUT[:1]], ids=lambda a: type(a))
 def test_without_an_lse_only_an_output_is_an_answer(answer: Any) -> None:
     given = call()
     with use_kernel(Stand(OUT, (OUT, LSE), answer, OUT), recorded("0.7.4")):
@@ -302,6 +302,27 @@ def test_without_an_lse_only_an_output_is_an_answer(answer: Any) -> None:
         with pytest.raises(FlashInferSignatureError, match=r"something else than it was asked"):
             decode_mla(**given)
         assert decode_mla(**given).shape == OUT.shape
+
+
+def test_a_list_is_as_good_as_a_tuple_every_time() -> None:
+    given = call(return_lse=True)
+    with use_kernel(Stand(*[[OUT, LSE]] * 3), recorded("0.7.4")):
+        for _ in range(3):
+            assert decode_mla(**given).lse.shape == (2, 1, 16)
+
+
+def test_a_decoder_takes_nothing_for_a_cache_that_is_gone() -> None:
+    given = call(return_lse=True)
+    step = ("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len", "workspace_buffer")
+    with use_kernel(Stand((OUT, LSE), (OUT, LSE)), recorded("0.7.4")):
+        decoder = prepare_decode_mla(
+            page_size=64, dtype=torch.bfloat16, bmm1_scale=0.05, return_lse=True
+        )
+        for _ in range(2):
+            decoder.run(*(given[name] for name in step))
+        given["kv_cache"] = None
+        with pytest.raises(InvalidInputError, match="kv_cache must be"):
+            decoder.run(*(given[name] for name in step))
 
 
 def test_a_call_with_buffers_says_nothing_of_the_views_without() -> None:
