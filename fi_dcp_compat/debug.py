@@ -7,7 +7,7 @@ never during stream capture.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -44,7 +44,7 @@ def requested() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-asked_here = _switched_on.get
+asked_here: Callable[[], bool] = _switched_on.get
 
 
 def possible(query: Tensor) -> bool:

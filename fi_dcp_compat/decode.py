@@ -188,7 +188,7 @@ def decode_mla(
             interleave_size,
             causal,
             backend,
-            return_lse or dcp is not None,
+            return_lse is True or dcp is not None,
             lse_base,
             bmm1_scale,
             bmm2_scale,

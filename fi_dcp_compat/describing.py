@@ -57,7 +57,7 @@ class Binding:
     def __init__(self, kernel: Kernel, abi: FlashInferABI, *, genuine: bool = False) -> None:
         self.kernel: Kernel = kernel
         self.abi: FlashInferABI = abi
-        self.keywords = frozenset(p.name for p in abi.parameters if p.by_keyword)
+        self.keywords: frozenset[str] = frozenset(p.name for p in abi.parameters if p.by_keyword)
         self.genuine: bool = genuine
         """Whether it is FlashInfer's own code, which runs on a GPU only."""
         self.decoders: dict[object, MLADecoder] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ _STEP = (
 )
 _DCP = ("causal_seqlens_kv_global",)
 _COMPACT = ("cum_seq_lens_q", "max_q_len")
+
+
+# A weak reference, which gives None when its object is gone.
+Held: TypeAlias = Callable[[], object]
 
 
 class Passed:
@@ -70,6 +75,38 @@ class Passed:
         "workspace",
     )
 
+    block_tables: Held
+    bounds: Held | None
+    cache_dtype: torch.dtype
+    cache_flat: bool
+    cache_form: object
+    cache_shape: torch.Size
+    cache_strides: tuple[int, ...] | None
+    compact: bool
+    counted: bool
+    counters: Held | None
+    dcp: bool
+    debugging: bool
+    device: torch.device
+    kernel_out: tuple[int, ...]
+    keywords: dict[str, object]
+    layout: QueryLayout
+    lse_factor: float | None
+    lse_shape: torch.Size
+    max_q_len: int | None
+    offsets: Held | None
+    out_shape: torch.Size
+    plan: Plan
+    query_dtype: torch.dtype
+    query_shape: torch.Size
+    query_strides: tuple[int, ...] | None
+    query_view: tuple[int, ...] | None
+    return_lse: bool
+    rows: QueryLayout
+    seq_lens: Held
+    special: bool
+    workspace: Held
+
     def __init__(
         self,
         step: Step,
@@ -108,7 +145,7 @@ class Passed:
 
         # With the keys that each call sets: to fill a copy is faster than to let it grow.
         set_later = (*_STEP, *(_DCP * plan.dcp), *(_COMPACT * rows.compact))
-        self.keywords: dict[str, object] = plan.keywords | dict.fromkeys(set_later)
+        self.keywords = plan.keywords | dict.fromkeys(set_later)
         self.cache_flat = cache.ndim == 3
         shape = (rows.batch, rows.q_len, layout.num_heads, query.shape[-1])
         # Rows that are flattened get another query altogether.
@@ -206,7 +243,7 @@ class Passed:
         return out, lse
 
 
-def _held(value: object) -> Callable[[], object] | None:
+def _held(value: object) -> Held | None:
     return weakref.ref(value) if isinstance(value, Tensor) else None
 
 

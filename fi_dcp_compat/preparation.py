@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import debug
-from .describing import Binding
+from .describing import Binding, Kernel
 from .guards import drift_reason
 from .inputs import (
     QueryLayout,
@@ -81,9 +81,9 @@ class Preparation:
     )
 
     def __init__(self, binding: Binding, settings: Settings) -> None:
-        self.binding = binding
-        self.kernel = binding.kernel
-        self.quantised = settings.kv_dtype is FP8
+        self.binding: Binding = binding
+        self.kernel: Kernel = binding.kernel
+        self.quantised: bool = settings.kv_dtype is FP8
         self.passed: Passed | None = None
         self._cache_form: object = None
         self._older: tuple[Passed, ...] = ()

@@ -50,7 +50,7 @@ class MLADecoder:
         self._sinks = sinks
         self._seen: tuple[Callable[[], object], object] = (_nothing, None)
         # Without a scale an fp8 cache's call is refused, when all else was looked at.
-        self.plain = sinks is None and are_plain(bmm1_scale, self._bmm2_scale)
+        self.plain: bool = sinks is None and are_plain(bmm1_scale, self._bmm2_scale)
 
     def run(
         self,

@@ -47,7 +47,7 @@ def operations(call: Callable[[], object]) -> Operations:
 
 
 def kept_between_calls(call: Callable[[], object], calls: int = 200) -> int:
-    """Return the bytes that so many more calls leave allocated."""
+    """Return the bytes that each of so many more calls leaves allocated."""
     for _ in range(10):
         call()
     gc.collect()
@@ -60,7 +60,7 @@ def kept_between_calls(call: Callable[[], object], calls: int = 200) -> int:
         for _ in itertools.repeat(None, calls):
             call()
         gc.collect()
-        return tracemalloc.get_traced_memory()[0] - before
+        return (tracemalloc.get_traced_memory()[0] - before) // calls
     finally:
         tracemalloc.stop()
 
@@ -102,9 +102,7 @@ def cost_rows() -> list[Row]:
                     _count(f"{name}, {label}: views", len(counted.views), views),
                     _count(f"{name}, {label}: other operations", len(counted.others), 0),
                     _count(f"{name}, {label}: synchronisations", len(counted.synchronising), 0),
-                    _count(
-                        f"{name}, {label}: kept by 200 calls, bytes", kept_between_calls(call), 0
-                    ),
+                    _count(f"{name}, {label}: bytes kept by a call", kept_between_calls(call), 0),
                 ]
     held = bytes_a_preparation() / 1024
     rows.append(Row("a cached preparation holds", held, held, held, 8.0, "KiB"))
