@@ -17,7 +17,7 @@ from .launch import pair, wrong_result
 from .plans import Plan
 from .validation import POINTER_ALIGNMENT
 
-__all__ = ["Passed"]
+__all__ = ["Held", "Passed", "gone"]
 
 # The keywords of a step, as far as each call has them.
 _STEP = (
@@ -123,9 +123,9 @@ class Passed:
         self.dcp = plan.dcp
         self.return_lse, self.lse_factor = plan.return_lse, plan.route.lse_factor
         self.debugging = debugging
-        self.block_tables = _held(step.block_tables) or _nothing
-        self.seq_lens = _held(step.seq_lens) or _nothing
-        self.workspace = _held(step.workspace_buffer) or _nothing
+        self.block_tables = _held(step.block_tables) or gone
+        self.seq_lens = _held(step.seq_lens) or gone
+        self.workspace = _held(step.workspace_buffer) or gone
         self.bounds = _held(step.causal_seqlens_kv_global)
         self.offsets = _held(step.cum_seq_lens_q)
         self.counters = _held(step.multi_ctas_kv_counter_buffer)
@@ -247,5 +247,5 @@ def _held(value: object) -> Held | None:
     return weakref.ref(value) if isinstance(value, Tensor) else None
 
 
-def _nothing() -> None:
+def gone() -> None:
     """Stand for a reference whose object is gone."""

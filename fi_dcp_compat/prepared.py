@@ -6,7 +6,7 @@ Dimensions are those of `decode`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,12 @@ from .guards import Backend, config_reasons
 from .inputs import Step
 from .launch import EXPLAINED, raise_explained
 from .lse import check_lse_base, scale_lse
+from .passed import Held, gone
 from .plans import Settings, bind, check_dtypes, check_settings
 from .preparation import Preparation, preparation_for
 from .scales import are_plain, require_scales, skip_softmax_factor
 
 __all__ = ["MLADecoder", "prepare_decode_mla"]
-
-
-def _nothing() -> None:
-    """Stand for the reference to a cache that was not seen yet."""
 
 
 class MLADecoder:
@@ -48,7 +45,7 @@ class MLADecoder:
         self._bmm1_scale = bmm1_scale
         self._bmm2_scale = bmm2_scale
         self._sinks = sinks
-        self._seen: tuple[Callable[[], object], object] = (_nothing, None)
+        self._seen: tuple[Held, object] = (gone, None)
         # Without a scale an fp8 cache's call is refused, when all else was looked at.
         self.plain: bool = sinks is None and are_plain(bmm1_scale, self._bmm2_scale)
 
